@@ -1,0 +1,192 @@
+//! The element-wise part of one tile, compiled once per instruction set.
+
+use crate::real::Real;
+use pulp::NullaryFnOnce;
+use std::ops::Range;
+
+const LANES: usize = 16;
+
+/// The columns of a tile that a stacked row sees.
+pub(crate) type Span = Range<usize>;
+
+/// Turns scaled scores into probabilities and folds them into the running maximum and sum of each row.
+/// On return `scores` holds `exp(scale * score - max)`, 0 outside of the spans, and `rescale[r]` the factor by
+/// which what was accumulated before has to be multiplied.
+pub(crate) struct Softmax<'a, T> {
+    pub scores: &'a mut [T],
+    pub columns: usize,
+    pub spans: &'a [Span],
+    pub scale: T,
+    pub max: &'a mut [T],
+    pub sum: &'a mut [T],
+    pub rescale: &'a mut [T],
+}
+
+impl<T: Real> NullaryFnOnce for Softmax<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for (r, span) in self.spans.iter().enumerate() {
+            let row = &mut self.scores[r * self.columns..(r + 1) * self.columns];
+            row[..span.start].fill(T::ZERO);
+            row[span.end..].fill(T::ZERO);
+            let seen = &mut row[span.clone()];
+            self.rescale[r] = T::ONE;
+            if seen.is_empty() {
+                continue;
+            }
+            let before = self.max[r];
+            let max = before.maximum(scale_and_max(seen, self.scale));
+            // A row of -inf scores (the caller's own) stays empty rather than becoming NaN.
+            if max == T::NEG_INFINITY {
+                seen.fill(T::ZERO);
+                continue;
+            }
+            let rescale = if before == T::NEG_INFINITY { T::ZERO } else { (before - max).exp() };
+            self.rescale[r] = rescale;
+            self.max[r] = max;
+            self.sum[r] = self.sum[r] * rescale + exp_and_sum(seen, max);
+        }
+    }
+}
+
+/// Probabilities again from scores and the final log-sum-exp: `exp(scale * score - lse)`, 0 outside of the spans.
+pub(crate) struct Probabilities<'a, T> {
+    pub scores: &'a mut [T],
+    pub columns: usize,
+    pub spans: &'a [Span],
+    pub scale: T,
+    pub lse: &'a [T],
+}
+
+impl<T: Real> NullaryFnOnce for Probabilities<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for (r, span) in self.spans.iter().enumerate() {
+            let row = &mut self.scores[r * self.columns..(r + 1) * self.columns];
+            row[..span.start].fill(T::ZERO);
+            row[span.end..].fill(T::ZERO);
+            let lse = self.lse[r];
+            if lse == T::NEG_INFINITY {
+                row[span.clone()].fill(T::ZERO);
+                continue;
+            }
+            for x in &mut row[span.clone()] {
+                *x = (*x * self.scale - lse).exp();
+            }
+        }
+    }
+}
+
+/// Gradient of the scores: `probability * (d_probability - delta) * scale`, written over `d_probability`.
+pub(crate) struct ScoreGradient<'a, T> {
+    pub d_probabilities: &'a mut [T],
+    pub probabilities: &'a [T],
+    pub columns: usize,
+    pub scale: T,
+    pub delta: &'a [T],
+}
+
+impl<T: Real> NullaryFnOnce for ScoreGradient<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        let rows = self.d_probabilities.chunks_mut(self.columns).zip(self.probabilities.chunks(self.columns));
+        for ((d, p), &delta) in rows.zip(self.delta) {
+            for (d, &p) in d.iter_mut().zip(p) {
+                *d = p * (*d - delta) * self.scale;
+            }
+        }
+    }
+}
+
+/// `row[..] *= factor` for every stacked row whose factor is not 1.
+pub(crate) struct Rescale<'a, T> {
+    pub rows: &'a mut [T],
+    pub columns: usize,
+    pub factors: &'a [T],
+}
+
+impl<T: Real> NullaryFnOnce for Rescale<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        for (row, &factor) in self.rows.chunks_mut(self.columns).zip(self.factors) {
+            if factor != T::ONE {
+                row.iter_mut().for_each(|x| *x *= factor);
+            }
+        }
+    }
+}
+
+/// Scales in place; returns the maximum.
+#[inline(always)]
+fn scale_and_max<T: Real>(row: &mut [T], scale: T) -> T {
+    let mut lanes = [T::NEG_INFINITY; LANES];
+    let mut chunks = row.chunks_exact_mut(LANES);
+    for chunk in &mut chunks {
+        for (x, lane) in chunk.iter_mut().zip(&mut lanes) {
+            *x *= scale;
+            *lane = x.maximum(*lane);
+        }
+    }
+    for (x, lane) in chunks.into_remainder().iter_mut().zip(&mut lanes) {
+        *x *= scale;
+        *lane = x.maximum(*lane);
+    }
+    lanes.into_iter().fold(T::NEG_INFINITY, T::maximum)
+}
+
+/// `exp(x - max)` in place; returns the sum.
+#[inline(always)]
+fn exp_and_sum<T: Real>(row: &mut [T], max: T) -> T {
+    let mut lanes = [T::ZERO; LANES];
+    let mut chunks = row.chunks_exact_mut(LANES);
+    for chunk in &mut chunks {
+        for (x, lane) in chunk.iter_mut().zip(&mut lanes) {
+            *x = (*x - max).exp();
+            *lane += *x;
+        }
+    }
+    for (x, lane) in chunks.into_remainder().iter_mut().zip(&mut lanes) {
+        *x = (*x - max).exp();
+        *lane += *x;
+    }
+    lanes.into_iter().fold(T::ZERO, |a, b| a + b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vector_exp_is_accurate_over_its_range() {
+        let mut worst = 0f64;
+        for i in 0..870_000 {
+            let x = -(i as f32) * 1e-4;
+            let exact = f64::from(x).exp();
+            worst = worst.max((f64::from(Real::exp(x)) - exact).abs() / exact);
+        }
+        assert!(worst < 3e-7, "relative error {worst:e}");
+        assert_eq!(Real::exp(0f32), 1.0);
+        assert!(Real::exp(f32::NAN).is_nan());
+        assert!(Real::exp(f32::NEG_INFINITY) < 2e-38);
+    }
+
+    #[test]
+    fn vector_tanh_is_accurate() {
+        let mut worst = 0f64;
+        for i in 1..200_000 {
+            let x = i as f32 * 1e-4;
+            let exact = f64::from(x).tanh();
+            worst = worst.max((f64::from(Real::tanh(x)) - exact).abs() / exact);
+            assert_eq!(Real::tanh(-x), -Real::tanh(x));
+        }
+        assert!(worst < 4e-7, "relative error {worst:e}");
+    }
+}

@@ -1,0 +1,156 @@
+//! Mailboxes between rank threads.
+
+use super::{Expected, Tag};
+use crate::error::{Error, Result};
+use candle_core::Tensor;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// Set when the receiver has taken the message.
+pub(super) type Taken = Arc<AtomicBool>;
+
+struct Message {
+    tag: Tag,
+    tensor: Tensor,
+    taken: Taken,
+}
+
+#[derive(Default)]
+struct State {
+    /// Messages from (sender) to (receiver), in the order they were sent.
+    queues: BTreeMap<(usize, usize), VecDeque<Message>>,
+    /// The first rank that failed, and its error.
+    failure: Option<(usize, String)>,
+    /// Ranks that have returned.
+    left: Vec<bool>,
+}
+
+/// What the ranks of one group share.
+pub(super) struct World {
+    state: Mutex<State>,
+    changed: Condvar,
+    pub deadline: Duration,
+}
+
+/// Who waits for whom, for error texts.
+pub(super) struct Wait<'a> {
+    pub rank: usize,
+    pub peer: usize,
+    pub tag: Tag,
+    pub expected: Option<&'a Expected>,
+}
+
+impl World {
+    pub fn new(size: usize, deadline: Duration) -> Self {
+        let state = State { left: vec![false; size], ..State::default() };
+        Self { state: Mutex::new(state), changed: Condvar::new(), deadline }
+    }
+
+    // The state is consistent between statements, so a panicking rank does not spoil it.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// Marks the group as failed; only the first call counts.
+    pub fn fail(&self, rank: usize, message: String) {
+        self.lock().failure.get_or_insert((rank, message));
+        self.changed.notify_all();
+    }
+
+    /// Marks a rank as returned.
+    pub fn leave(&self, rank: usize) {
+        self.lock().left[rank] = true;
+        self.changed.notify_all();
+    }
+
+    /// The rank that failed first.
+    pub fn first_failure(&self) -> Option<usize> {
+        self.lock().failure.as_ref().map(|(rank, _)| *rank)
+    }
+
+    pub fn send(&self, from: usize, to: usize, tag: Tag, tensor: Tensor) -> Result<Taken> {
+        let taken = Taken::default();
+        let mut state = self.lock();
+        check_failure(&state, &Wait { rank: from, peer: to, tag, expected: None })?;
+        state.queues.entry((from, to)).or_default().push_back(Message { tag, tensor, taken: taken.clone() });
+        drop(state);
+        self.changed.notify_all();
+        Ok(taken)
+    }
+
+    /// The next message from `wait.peer`, checked against the tag and what was expected.
+    pub fn receive(&self, wait: &Wait) -> Result<Tensor> {
+        let message = self.wait_for(wait, |state| {
+            let queue = state.queues.get_mut(&(wait.peer, wait.rank))?;
+            queue.pop_front()
+        })?;
+        message.taken.store(true, Ordering::Release);
+        self.changed.notify_all();
+        check_message(wait, &message)?;
+        Ok(message.tensor)
+    }
+
+    /// Waits until the receiver has taken a message.
+    pub fn wait_taken(&self, wait: &Wait, taken: &Taken) -> Result<()> {
+        self.wait_for(wait, |_| taken.load(Ordering::Acquire).then_some(()))
+    }
+
+    fn wait_for<T>(&self, wait: &Wait, mut ready: impl FnMut(&mut State) -> Option<T>) -> Result<T> {
+        let start = Instant::now();
+        let mut state = self.lock();
+        loop {
+            if let Some(value) = ready(&mut state) {
+                return Ok(value);
+            }
+            check_failure(&state, wait)?;
+            if state.left[wait.peer] {
+                return Err(Error::PeerLeft { rank: wait.rank, operation: wait.tag.to_string(), peer: wait.peer });
+            }
+            let Some(left) = self.deadline.checked_sub(start.elapsed()) else {
+                let expected = wait.expected;
+                let elements = expected.and_then(|e| e.shape.as_ref()).map_or(0, |s| s.iter().product());
+                return Err(Error::Timeout {
+                    rank: wait.rank,
+                    operation: wait.tag.to_string(),
+                    peer: wait.peer,
+                    waited: self.deadline,
+                    bytes: elements * expected.map_or(0, |e| e.dtype.size_in_bytes()),
+                });
+            };
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
+    }
+}
+
+fn check_failure(state: &State, wait: &Wait) -> Result<()> {
+    match &state.failure {
+        Some((peer, message)) => Err(Error::PeerFailed {
+            rank: wait.rank,
+            operation: wait.tag.to_string(),
+            peer: *peer,
+            message: message.clone(),
+        }),
+        None => Ok(()),
+    }
+}
+
+fn check_message(wait: &Wait, message: &Message) -> Result<()> {
+    let expected = wait.expected.expect("a receive knows what it expects");
+    let shape_fits = expected.shape.as_deref().is_none_or(|shape| shape == message.tensor.dims());
+    if message.tag == wait.tag && shape_fits && expected.dtype == message.tensor.dtype() {
+        return Ok(());
+    }
+    let describe = |tag: Tag, dtype, shape: &dyn std::fmt::Debug| format!("{tag} with {dtype:?} {shape:?}");
+    let any: &dyn std::fmt::Debug = &"of any shape";
+    let shape = expected.shape.as_ref().map_or(any, |s| s as &dyn std::fmt::Debug);
+    Err(Error::Mismatch {
+        rank: wait.rank,
+        operation: wait.tag.to_string(),
+        peer: wait.peer,
+        expected: describe(wait.tag, expected.dtype, shape),
+        sent: describe(message.tag, message.tensor.dtype(), &message.tensor.dims()),
+    })
+}

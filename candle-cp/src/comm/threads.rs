@@ -1,0 +1,224 @@
+//! Ranks as threads of one process: no set-up, nothing is copied.
+
+use super::mailbox::{Taken, Wait, World};
+use super::{CommStats, Communicator, Counters, Expected, Pending, Received, Tag, Traffic};
+use crate::error::{Error, Result};
+use candle_core::Tensor;
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// How [`run`] starts its ranks.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Longest time that a rank waits for one message.
+    pub deadline: Duration,
+    /// Stack of each rank thread. Candle walks the graph recursively, so deep models need a large one; only what is
+    /// used becomes real memory.
+    pub stack_bytes: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { deadline: Duration::from_secs(120), stack_bytes: 256 << 20 }
+    }
+}
+
+/// Runs `f` on `size` rank threads and returns their results in rank order.
+///
+/// When a rank fails or panics, the others stop at their next wait; nobody hangs. The error names the rank that
+/// failed first.
+///
+/// # Errors
+/// [`Error::RankFailed`], or [`Error::Argument`] for no ranks.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_cp::comm::threads;
+/// let sums = threads::run(3, &threads::Options::default(), |comm| {
+///     let mine = Tensor::new(&[comm.rank() as f32], &Device::Cpu)?;
+///     comm.all_reduce_sum(&mine)?.to_vec1::<f32>().map_err(candle_cp::Error::from)
+/// })?;
+/// assert_eq!(sums, vec![vec![3.0]; 3]);
+/// # Ok::<(), candle_cp::Error>(())
+/// ```
+pub fn run<T, E, F>(size: usize, options: &Options, f: F) -> Result<Vec<T>>
+where
+    T: Send,
+    E: Into<BoxError>,
+    F: Fn(Arc<dyn Communicator>) -> std::result::Result<T, E> + Sync,
+{
+    if size == 0 {
+        return Err(Error::argument("size", 0, "a group has at least one rank", "use 1 for no sharding"));
+    }
+    let world = Arc::new(World::new(size, options.deadline));
+    let results: Vec<std::result::Result<T, BoxError>> = std::thread::scope(|scope| {
+        let start = |rank: usize| {
+            let (world, f) = (world.clone(), &f);
+            std::thread::Builder::new()
+                .name(format!("rank {rank}"))
+                .stack_size(options.stack_bytes)
+                .spawn_scoped(scope, move || run_rank(rank, size, world, f))
+        };
+        let threads: Vec<_> = (0..size).map(start).collect();
+        let joined = threads.into_iter().enumerate().map(|(rank, thread)| match thread {
+            Ok(thread) => thread.join().expect("a rank thread catches its panics"),
+            Err(e) => {
+                world.fail(rank, format!("its thread could not be started: {e}"));
+                Err(e.into())
+            }
+        });
+        joined.collect()
+    });
+    let mut values = Vec::with_capacity(size);
+    let mut errors = Vec::new();
+    for (rank, result) in results.into_iter().enumerate() {
+        match result {
+            Ok(value) => values.push(value),
+            Err(e) => errors.push((rank, e)),
+        }
+    }
+    let first = world.first_failure();
+    match errors.iter().position(|(rank, _)| Some(*rank) == first).or((!errors.is_empty()).then_some(0)) {
+        Some(i) => {
+            let (rank, source) = errors.swap_remove(i);
+            Err(Error::RankFailed { rank, source })
+        }
+        None => Ok(values),
+    }
+}
+
+fn run_rank<T, E, F>(rank: usize, size: usize, world: Arc<World>, f: &F) -> std::result::Result<T, BoxError>
+where
+    E: Into<BoxError>,
+    F: Fn(Arc<dyn Communicator>) -> std::result::Result<T, E>,
+{
+    let comm = Arc::new(ThreadRank {
+        rank,
+        size,
+        world: world.clone(),
+        counters: Arc::new(Counters::default()),
+        calls: AtomicU64::new(0),
+    });
+    let result = catch_unwind(AssertUnwindSafe(|| f(comm).map_err(Into::into)))
+        .unwrap_or_else(|panic| Err(format!("panicked: {}", panic_text(panic.as_ref())).into()));
+    match &result {
+        Ok(_) => world.leave(rank),
+        Err(e) => world.fail(rank, e.to_string()),
+    }
+    result
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
+}
+
+/// One rank of a group of threads.
+struct ThreadRank {
+    rank: usize,
+    size: usize,
+    world: Arc<World>,
+    counters: Arc<Counters>,
+    calls: AtomicU64,
+}
+
+impl std::fmt::Debug for ThreadRank {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "rank {} of {} threads", self.rank, self.size)
+    }
+}
+
+impl ThreadRank {
+    fn check_peer(&self, peer: usize) -> Result<()> {
+        if peer < self.size && peer != self.rank {
+            return Ok(());
+        }
+        let allowed = format!("rank {} of {} can talk to the other ranks", self.rank, self.size);
+        Err(Error::argument("peer", peer, allowed, "use a rank of the group"))
+    }
+}
+
+impl Communicator for ThreadRank {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn next_call(&self) -> u64 {
+        self.calls.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn exchange(&self, tag: Tag, send: Option<(usize, Tensor)>, receive: Option<Expected>) -> Result<Box<dyn Pending>> {
+        let mut sent = None;
+        if let Some((to, tensor)) = send {
+            self.check_peer(to)?;
+            let guard = Alive::new(&self.counters, tag.traffic, &tensor);
+            self.counters.sent(tag.traffic, guard.bytes);
+            sent = Some((to, self.world.send(self.rank, to, tag, tensor)?, guard));
+        }
+        if let Some(expected) = &receive {
+            self.check_peer(expected.from)?;
+        }
+        let (world, counters) = (self.world.clone(), self.counters.clone());
+        Ok(Box::new(ThreadPending { rank: self.rank, world, counters, tag, sent, receive }))
+    }
+
+    fn stats(&self) -> CommStats {
+        self.counters.snapshot()
+    }
+}
+
+struct ThreadPending {
+    rank: usize,
+    world: Arc<World>,
+    counters: Arc<Counters>,
+    tag: Tag,
+    sent: Option<(usize, Taken, Alive)>,
+    receive: Option<Expected>,
+}
+
+impl Pending for ThreadPending {
+    fn wait(self: Box<Self>) -> Result<Option<Received>> {
+        let received = self.receive.as_ref().map(|expected| {
+            let wait = Wait { rank: self.rank, peer: expected.from, tag: self.tag, expected: Some(expected) };
+            let tensor = self.world.receive(&wait)?;
+            let alive = Alive::new(&self.counters, self.tag.traffic, &tensor);
+            self.counters.received(self.tag.traffic, alive.bytes);
+            Ok::<_, Error>(Received { tensor, _alive: Box::new(alive) })
+        });
+        let received = received.transpose()?;
+        if let Some((to, taken, _alive)) = &self.sent {
+            self.world.wait_taken(&Wait { rank: self.rank, peer: *to, tag: self.tag, expected: None }, taken)?;
+        }
+        Ok(received)
+    }
+}
+
+/// Counts a tensor's bytes as alive until it is dropped.
+struct Alive {
+    counters: Arc<Counters>,
+    traffic: Traffic,
+    bytes: usize,
+}
+
+impl Alive {
+    fn new(counters: &Arc<Counters>, traffic: Traffic, tensor: &Tensor) -> Self {
+        let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
+        counters.grow(traffic, bytes);
+        Self { counters: counters.clone(), traffic, bytes }
+    }
+}
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        self.counters.shrink(self.traffic, self.bytes);
+    }
+}

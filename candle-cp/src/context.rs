@@ -1,0 +1,180 @@
+//! The one object that a model is handed: everything that depends on the rank, the layout and the batch.
+
+use crate::attention::ring_attention;
+use crate::comm::{Communicator, Local};
+use crate::error::Result;
+use crate::layout::SequenceLayout;
+use crate::mask::MaskRule;
+use crate::plan::{AttentionPlan, Trim};
+use crate::shard::{self, ShardedLabels};
+use crate::tokens::Tokens;
+use candle_core::{Device, Tensor};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+/// Context of one batch on one rank. A clone is cheap and shares the plans.
+///
+/// Every rank makes one with the same layout and tokens and then makes the same calls in the same order. The loss of
+/// the batch is the sum of the ranks' losses, and so is its gradient.
+#[derive(Debug, Clone)]
+pub struct CpContext(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    comm: Arc<dyn Communicator>,
+    layout: SequenceLayout,
+    tokens: Tokens,
+    trim: Trim,
+    plans: Mutex<BTreeMap<MaskRule, Arc<AttentionPlan>>>,
+}
+
+impl CpContext {
+    /// The context of `comm`'s rank.
+    ///
+    /// # Errors
+    /// A layout for another number of ranks or tokens.
+    pub fn new(comm: Arc<dyn Communicator>, layout: SequenceLayout, tokens: Tokens) -> Result<Self> {
+        Self::with_trim(comm, layout, tokens, Trim::Live)
+    }
+
+    /// As [`CpContext::new`], choosing what plans leave out.
+    ///
+    /// # Errors
+    /// As [`CpContext::new`].
+    pub fn with_trim(comm: Arc<dyn Communicator>, layout: SequenceLayout, tokens: Tokens, trim: Trim) -> Result<Self> {
+        if layout.ranks() != comm.size() || layout.len() != tokens.len() {
+            let given = format!("for {} tokens over {} ranks", layout.len(), layout.ranks());
+            let allowed = format!("the batch has {} tokens per row and the group {} ranks", tokens.len(), comm.size());
+            return Err(crate::Error::argument("layout", given, allowed, "make the layout from both"));
+        }
+        Ok(Self(Arc::new(Inner { comm, layout, tokens, trim, plans: Mutex::default() })))
+    }
+
+    /// One rank that owns everything.
+    ///
+    /// # Errors
+    /// Rows that are too long.
+    pub fn single(tokens: Tokens) -> Result<Self> {
+        Self::new(Arc::new(Local::new()), SequenceLayout::contiguous(tokens.len(), 1)?, tokens)
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.0.comm.rank()
+    }
+
+    /// Ranks that share the sequence.
+    pub fn size(&self) -> usize {
+        self.0.comm.size()
+    }
+
+    /// Who owns which tokens.
+    pub fn layout(&self) -> &SequenceLayout {
+        &self.0.layout
+    }
+
+    /// Metadata of the full batch.
+    pub fn tokens(&self) -> &Tokens {
+        &self.0.tokens
+    }
+
+    /// The group.
+    pub fn comm(&self) -> &Arc<dyn Communicator> {
+        &self.0.comm
+    }
+
+    /// This rank's part of a full-sequence tensor along `dim`, padded with 0: out of place and differentiable. The
+    /// gradient reaches exactly the owned rows.
+    ///
+    /// # Errors
+    /// Another length along `dim`.
+    pub fn shard(&self, x: &Tensor, dim: usize) -> Result<Tensor> {
+        self.shard_fill(x, dim, 0.0)
+    }
+
+    /// As [`CpContext::shard`] with another value for padding.
+    ///
+    /// # Errors
+    /// As [`CpContext::shard`].
+    pub fn shard_fill(&self, x: &Tensor, dim: usize, fill: f64) -> Result<Tensor> {
+        shard::shard(&self.0.layout, self.rank(), x, dim, fill)
+    }
+
+    /// The full, unpadded tensor from all ranks' slices, on every rank. In backward, the ranks' gradients of the full
+    /// tensor are summed and each rank gets its rows.
+    ///
+    /// # Errors
+    /// Another length along `dim`, or a failing peer.
+    pub fn gather(&self, local: &Tensor, dim: usize) -> Result<Tensor> {
+        shard::gather(&self.0.layout, &self.0.comm, local, dim)
+    }
+
+    /// Position of each local token inside its document, `[B, S_local]` u32; padding continues the count.
+    ///
+    /// # Errors
+    /// None but Candle's.
+    pub fn positions(&self, device: &Device) -> Result<Tensor> {
+        let mut rows = self.0.tokens.positions();
+        let local = self.0.layout.global_indices(self.rank());
+        for row in &mut rows {
+            for _ in row.len()..self.0.layout.padded_len() {
+                row.push(row.last().map_or(0, |last| last + 1));
+            }
+        }
+        let positions: Vec<u32> = rows.iter().flat_map(|row| local.iter().map(|&i| row[i] as u32)).collect();
+        Ok(Tensor::from_vec(positions, (rows.len(), local.len()), device)?)
+    }
+
+    /// Labels `[B, S]` (not shifted, full row) shifted, counted and sharded. A token is never scored against the first
+    /// token of another document.
+    ///
+    /// # Errors
+    /// Labels of another shape than the batch.
+    pub fn shard_labels(&self, labels_bs: &Tensor) -> Result<ShardedLabels> {
+        shard::shard_labels(&self.0.layout, self.rank(), self.0.tokens.documents(), labels_bs)
+    }
+
+    /// The plan for a mask rule, made on first use.
+    ///
+    /// # Errors
+    /// None after construction.
+    pub fn plan(&self, rule: &MaskRule) -> Result<Arc<AttentionPlan>> {
+        let mut plans = self.0.plans.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(plan) = plans.get(rule) {
+            return Ok(plan.clone());
+        }
+        let plan = AttentionPlan::new(&self.0.layout, &self.0.tokens, rule, self.rank(), self.0.trim)?;
+        let plan = Arc::new(plan);
+        plans.insert(*rule, plan.clone());
+        Ok(plan)
+    }
+
+    /// Attention of the local queries `[B, Hq, S_local, D]` over the keys and values `[B, Hkv, S_local, D]` of all
+    /// ranks, scores multiplied by `scale`. Query head `h` reads key head `h / (Hq / Hkv)`. Types: f32, f64, bf16, f16;
+    /// sums run in f32 (f64 for f64). A query without any key gets output 0 and gradient 0.
+    ///
+    /// A NaN in a query or key reaches the queries that may see it; a NaN or infinity in a value may also reach others
+    /// in the same tile. Every rank has to call it, and later to call backward.
+    ///
+    /// # Errors
+    /// Shapes or types that do not fit each other or the context; a failing peer.
+    pub fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, rule: &MaskRule, scale: f64) -> Result<Tensor> {
+        Ok(self.attend_with_lse(q, k, v, rule, scale)?.0)
+    }
+
+    /// As [`CpContext::attend`], with the log-sum-exp of the scaled scores: `[B, Hq, S_local]` in the accumulation
+    /// type, -inf for a query without keys, outside of the graph.
+    ///
+    /// # Errors
+    /// As [`CpContext::attend`].
+    pub fn attend_with_lse(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        rule: &MaskRule,
+        scale: f64,
+    ) -> Result<(Tensor, Tensor)> {
+        ring_attention(&self.0.comm, &self.plan(rule)?, (q, k, v), scale)
+    }
+}

@@ -1,0 +1,115 @@
+//! The ring, written once for forward and backward.
+//!
+//! At step `d` a rank sends the keys that the rank `d` places ahead needs and receives those it needs from `d` places
+//! behind. The exchange of a step is posted before the chunk of the step before is computed, so that both go on at
+//! once; a rank holds at most the chunk it works on and the one in flight.
+
+use crate::comm::{Communicator, Expected, Pending, Received, Tag, Traffic};
+use crate::error::Result;
+use crate::plan::{AttentionPlan, Edge, Hop};
+use candle_core::{DType, Tensor};
+use std::ops::Range;
+
+/// What travels: shape of keys and values, apart from the number of keys.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wire {
+    pub batch: usize,
+    pub heads: usize,
+    pub head_dim: usize,
+    /// Type of keys and values.
+    pub dtype: DType,
+    /// Type of their gradients on the way back.
+    pub gradient_dtype: DType,
+}
+
+impl Wire {
+    /// `[2, B, Hkv, keys, D]`: keys, then values.
+    fn shape(&self, keys: usize) -> Vec<usize> {
+        vec![2, self.batch, self.heads, keys, self.head_dim]
+    }
+}
+
+/// What a pass does with the chunks.
+pub(crate) trait Pass {
+    /// This rank's keys and values in `ranges`, `[2, B, Hkv, keys, D]`.
+    fn pack(&self, ranges: &[Range<usize>]) -> Result<Tensor>;
+    /// Works on this rank's own keys.
+    fn own(&mut self, edge: &Edge) -> Result<()>;
+    /// Works on a chunk that arrived. In backward, returns the gradient of the chunk, of the same shape.
+    fn chunk(&mut self, edge: &Edge, key_value: &Tensor) -> Result<Option<Tensor>>;
+    /// Adds a gradient of this rank's own keys and values in `ranges`.
+    fn returned(&mut self, ranges: &[Range<usize>], gradient: &Tensor) -> Result<()>;
+}
+
+/// Takes `pass` around the ring. `backward` says that gradients come back.
+pub(crate) fn run(
+    comm: &dyn Communicator,
+    plan: &AttentionPlan,
+    wire: Wire,
+    backward: bool,
+    pass: &mut impl Pass,
+) -> Result<()> {
+    let call = comm.next_call();
+    let ring = Ring { comm, wire, call };
+    let mut hops = plan.hops().iter();
+    let mut ahead = hops.next().map(|hop| Ok::<_, crate::Error>((hop, ring.post(hop, pass)?))).transpose()?;
+    pass.own(plan.own())?;
+    let mut returning: Option<(&Hop, Box<dyn Pending>)> = None;
+    while let Some((hop, posted)) = ahead.take() {
+        let chunk = posted.wait()?;
+        ahead = hops.next().map(|hop| Ok::<_, crate::Error>((hop, ring.post(hop, pass)?))).transpose()?;
+        let gradient = match (&hop.receive, chunk) {
+            (Some((_, edge)), Some(chunk)) => pass.chunk(edge, &chunk.tensor)?,
+            _ => None,
+        };
+        if backward {
+            finish_return(returning.take(), pass)?;
+            returning = Some((hop, ring.post_return(hop, gradient)?));
+        }
+    }
+    finish_return(returning, pass)
+}
+
+fn finish_return(returning: Option<(&Hop, Box<dyn Pending>)>, pass: &mut impl Pass) -> Result<()> {
+    let Some((hop, posted)) = returning else { return Ok(()) };
+    if let (Some((_, ranges)), Some(Received { tensor, .. })) = (&hop.send, posted.wait()?.as_ref()) {
+        pass.returned(ranges, tensor)?;
+    }
+    Ok(())
+}
+
+struct Ring<'a> {
+    comm: &'a dyn Communicator,
+    wire: Wire,
+    call: u64,
+}
+
+impl Ring<'_> {
+    fn post(&self, hop: &Hop, pass: &impl Pass) -> Result<Box<dyn Pending>> {
+        let send = match &hop.send {
+            Some((to, ranges)) => Some((*to, pass.pack(ranges)?)),
+            None => None,
+        };
+        let receive = hop.receive.as_ref().map(|(from, edge)| Expected {
+            from: *from,
+            shape: Some(self.wire.shape(edge.key_count())),
+            dtype: self.wire.dtype,
+        });
+        self.comm.exchange(Tag { traffic: Traffic::KeyValue, call: self.call, step: hop.distance }, send, receive)
+    }
+
+    /// The way back of a hop: what was received goes home as a gradient.
+    fn post_return(&self, hop: &Hop, gradient: Option<Tensor>) -> Result<Box<dyn Pending>> {
+        let send = hop.receive.as_ref().map(|(from, _)| *from).zip(gradient);
+        let receive = hop.send.as_ref().map(|(to, ranges)| Expected {
+            from: *to,
+            shape: Some(self.wire.shape(ranges.iter().map(Range::len).sum())),
+            dtype: self.wire.gradient_dtype,
+        });
+        self.comm.exchange(
+            Tag { traffic: Traffic::KeyValueGradient, call: self.call, step: hop.distance },
+            send,
+            receive,
+        )
+    }
+}

@@ -1,0 +1,1 @@
+//! The fine-tuning recipe: data, packing, optimizer, training loop, metrics

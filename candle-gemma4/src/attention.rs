@@ -1,0 +1,51 @@
+//! Attention of the decoder and of the vision tower.
+
+use candle_core::{D, Tensor};
+use candle_cp::{CpContext, MaskRule};
+
+use crate::error::Result;
+use crate::linear::Linear;
+use crate::norm::RmsNorm;
+use crate::rope::Rope;
+
+/// Queries and keys are normed per head, so the scores take no scale of their own.
+const SCALE: f64 = 1.0;
+
+/// Attention with normed queries, keys and values.
+#[derive(Debug, Clone)]
+pub(crate) struct Attention {
+    pub(crate) query: Linear,
+    pub(crate) key: Linear,
+    /// `None`: the keys' projection, before norm and rope, is also the values'.
+    pub(crate) value: Option<Linear>,
+    pub(crate) output: Linear,
+    pub(crate) query_norm: RmsNorm,
+    pub(crate) key_norm: RmsNorm,
+    pub(crate) value_norm: RmsNorm,
+    pub(crate) head_dim: usize,
+    pub(crate) rule: MaskRule,
+}
+
+impl Attention {
+    /// `[batch, local tokens, width]` to the same shape; the other ranks' keys and values come through the context.
+    pub(crate) fn forward(&self, x_bsw: &Tensor, rope: &Rope, context: &CpContext) -> Result<Tensor> {
+        let q_bshd = self.heads(&self.query.forward(x_bsw)?)?;
+        let k_bshd = self.heads(&self.key.forward(x_bsw)?)?;
+        let v_bshd = match &self.value {
+            Some(value) => self.heads(&value.forward(x_bsw)?)?,
+            None => k_bshd.clone(),
+        };
+        let q_bshd = rope.apply(&self.query_norm.forward(&q_bshd)?)?;
+        let k_bshd = rope.apply(&self.key_norm.forward(&k_bshd)?)?;
+        let v_bshd = self.value_norm.forward(&v_bshd)?;
+        let (q_bhsd, k_bhsd, v_bhsd) = (q_bshd.transpose(1, 2)?, k_bshd.transpose(1, 2)?, v_bshd.transpose(1, 2)?);
+        let out_bhsd = context.attend(&q_bhsd, &k_bhsd, &v_bhsd, &self.rule, SCALE)?;
+        let out_bsw = out_bhsd.transpose(1, 2)?.flatten_from(D::Minus2)?;
+        Ok(self.output.forward(&out_bsw)?)
+    }
+
+    fn heads(&self, x_bsw: &Tensor) -> candle_core::Result<Tensor> {
+        let (batch, tokens, width) = x_bsw.dims3()?;
+        x_bsw.reshape((batch, tokens, width / self.head_dim, self.head_dim))
+    }
+}

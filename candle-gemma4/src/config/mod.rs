@@ -1,0 +1,149 @@
+//! `config.json` of a checkpoint: every setting is read from it, and what this crate cannot run is refused.
+//!
+//! A field that is absent takes the value that the library which writes these files gives it; sizes, rotary
+//! settings and norm constants have no such default here and are required.
+
+mod fields;
+mod rope;
+mod text;
+mod vision;
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use self::fields::Fields;
+pub use self::rope::{RopeConfig, RopeKind};
+pub use self::text::{LayerConfig, LayerKind, TextConfig};
+pub use self::vision::VisionConfig;
+use crate::error::{Error, Result};
+
+/// Name of the configuration file in a checkpoint folder.
+pub const CONFIG_FILE: &str = "config.json";
+
+/// A Gemma 4 model: text decoder, and vision tower if it has one.
+///
+/// Made from JSON only, so that every value has passed the checks.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Config {
+    /// The text decoder.
+    pub text: TextConfig,
+    /// The vision tower; `None` for a text-only model.
+    pub vision: Option<VisionConfig>,
+    /// Placeholder of one image feature.
+    pub image_token_id: u32,
+    /// Placeholder of one video feature.
+    pub video_token_id: Option<u32>,
+    /// Placeholder of one audio feature.
+    pub audio_token_id: Option<u32>,
+    /// Token before an image's placeholders.
+    pub boi_token_id: u32,
+    /// Token after an image's placeholders.
+    pub eoi_token_id: u32,
+    /// Tokens that end an answer; may be empty.
+    pub eos_token_ids: Vec<u32>,
+    /// The head's matrix is the embedding table.
+    pub tie_word_embeddings: bool,
+    json: String,
+}
+
+impl Config {
+    /// Reads `config.json` in a checkpoint folder.
+    ///
+    /// # Errors
+    /// As [`Config::from_json`], and if the file cannot be read.
+    pub fn from_folder(dir: &Path) -> Result<Self> {
+        let path = dir.join(CONFIG_FILE);
+        let text = std::fs::read_to_string(&path);
+        let text = text.map_err(|source| Error::Io { action: "read", path: path.clone(), source })?;
+        Self::parse(&path.display().to_string(), &text)
+    }
+
+    /// Reads a configuration from the text of a `config.json`.
+    ///
+    /// # Errors
+    /// The text is not JSON, lacks required fields (all of them are named), or has a value that this crate
+    /// cannot run (the field, the value and what is allowed are named).
+    pub fn from_json(text: &str) -> Result<Self> {
+        Self::parse("the configuration", text)
+    }
+
+    /// The text it was made from, unchanged.
+    pub fn to_json(&self) -> String {
+        self.json.clone()
+    }
+
+    fn parse(what: &str, text: &str) -> Result<Self> {
+        let value: Value =
+            serde_json::from_str(text).map_err(|source| Error::Json { what: what.to_string(), source })?;
+        let top = Fields::new("", &value)?;
+        check_supported(&top)?;
+        let missing = top.missing(&["text_config"]);
+        let text_value = top.get("text_config").ok_or(Error::MissingFields { fields: missing })?;
+        let text_fields = Fields::new("text_config", text_value)?;
+        let vision_value = top.get("vision_config");
+        let vision_fields = vision_value.map(|value| Fields::new("vision_config", value)).transpose()?;
+
+        let mut missing = TextConfig::missing(&text_fields);
+        missing.extend(vision_fields.iter().flat_map(VisionConfig::missing));
+        if vision_fields.is_some() {
+            missing.extend(top.missing(&["image_token_id"]));
+        }
+        if !missing.is_empty() {
+            return Err(Error::MissingFields { fields: missing });
+        }
+        let eos_token_ids = match top.contains("eos_token_id") {
+            true => top.tokens("eos_token_id")?,
+            false => text_fields.tokens("eos_token_id")?,
+        };
+        let token = |field: &str, default: u32| Ok::<_, Error>(top.token(field)?.unwrap_or(default));
+        Ok(Self {
+            text: TextConfig::read(&text_fields)?,
+            vision: vision_fields.as_ref().map(VisionConfig::read).transpose()?,
+            image_token_id: token("image_token_id", 258_880)?,
+            video_token_id: top.token_or("video_token_id", 258_884)?,
+            audio_token_id: top.token_or("audio_token_id", 258_881)?,
+            boi_token_id: token("boi_token_id", 255_999)?,
+            eoi_token_id: token("eoi_token_id", 258_882)?,
+            eos_token_ids,
+            tie_word_embeddings: top.flag("tie_word_embeddings", true)?,
+            json: text.to_string(),
+        })
+    }
+}
+
+fn check_supported(top: &Fields) -> Result<()> {
+    match top.text("model_type")? {
+        Some("gemma4") => {}
+        None => return Err(Error::MissingFields { fields: vec!["model_type".to_string()] }),
+        Some(_) => {
+            let reason = "this model family is not supported yet; allowed: \"gemma4\"";
+            return Err(top.refuse("model_type", reason));
+        }
+    }
+    match top.get("audio_config") {
+        None => Ok(()),
+        Some(_) => Err(Error::Config {
+            field: "audio_config".to_string(),
+            value: "an object".to_string(),
+            reason: "the audio tower is not supported yet; allowed: null".to_string(),
+        }),
+    }
+}
+
+/// Image group of every token of a row: a maximal run of image or video placeholders is one group; groups are
+/// counted from 0 through the row; other tokens have -1.
+pub fn vision_groups(ids: &[u32], config: &Config) -> Vec<i64> {
+    let is_vision = |id: u32| id == config.image_token_id || Some(id) == config.video_token_id;
+    let mut group = -1;
+    let mut inside = false;
+    ids.iter()
+        .map(|&id| {
+            let vision = is_vision(id);
+            group += i64::from(vision && !inside);
+            inside = vision;
+            if vision { group } else { -1 }
+        })
+        .collect()
+}

@@ -1,0 +1,108 @@
+//! The text decoder: from embeddings of a rank's tokens to hidden states.
+
+use candle_core::Tensor;
+use candle_cp::{CpContext, MaskRule};
+
+use crate::config::{Config, LayerKind, TextConfig};
+use crate::error::{Error, Result};
+use crate::layer::{Layer, LayerShape};
+use crate::names;
+use crate::norm::RmsNorm;
+use crate::rope::Rope;
+use crate::tap::{Tap, record_numbered};
+use crate::weights::Weights;
+
+#[derive(Debug, Clone)]
+struct DecoderLayer {
+    layer: Layer,
+    kind: LayerKind,
+    /// A constant that multiplies the whole residual stream after the layer.
+    scalar: f64,
+}
+
+/// All decoder layers and the final norm.
+#[derive(Debug, Clone)]
+pub(crate) struct Decoder {
+    layers: Vec<DecoderLayer>,
+    final_norm: RmsNorm,
+    text: TextConfig,
+}
+
+impl Decoder {
+    pub(crate) fn new(config: &Config, weights: &Weights) -> Result<Self> {
+        let text = &config.text;
+        let mut layers = Vec::with_capacity(text.layers.len());
+        for (index, layer) in text.layers.iter().enumerate() {
+            let shape = LayerShape::text(index, text, layer, mask_rule(text, layer.kind));
+            let scalar = weights.get(&format!("{}.layer_scalar", names::text_layer(index)), &[1])?;
+            layers.push(DecoderLayer {
+                layer: Layer::new(&shape, weights)?,
+                kind: layer.kind,
+                scalar: scalar.to_dtype(candle_core::DType::F64)?.to_vec1::<f64>()?[0],
+            });
+        }
+        let weight = weights.get(names::FINAL_NORM, &[text.hidden_size])?;
+        let final_norm = RmsNorm { weight: Some(weight), eps: text.rms_norm_eps };
+        Ok(Self { layers, final_norm, text: text.clone() })
+    }
+
+    /// `[batch, local tokens, hidden]` to the same shape, after the final norm.
+    pub(crate) fn forward(&self, local_bsh: &Tensor, context: &CpContext, tap: &mut dyn Tap) -> Result<Tensor> {
+        self.check_input(local_bsh, context)?;
+        let positions_bs = context.positions(local_bsh.device())?;
+        let sliding = self.rope(LayerKind::Sliding, &positions_bs, local_bsh, tap)?;
+        let full = self.rope(LayerKind::Full, &positions_bs, local_bsh, tap)?;
+        let mut x_bsh = local_bsh.clone();
+        for (index, DecoderLayer { layer, kind, scalar }) in self.layers.iter().enumerate() {
+            let rope = match kind {
+                LayerKind::Sliding => sliding.as_ref(),
+                LayerKind::Full => full.as_ref(),
+            };
+            let rope = rope.expect("every layer type in use has rotary settings");
+            x_bsh = layer.forward(&x_bsh, rope, context)?;
+            if *scalar != 1.0 {
+                x_bsh = (x_bsh * *scalar)?;
+            }
+            record_numbered(tap, "mid.hidden_states", index, &x_bsh)?;
+        }
+        let hidden_bsh = self.final_norm.forward(&x_bsh)?;
+        tap.record("mid.final_norm", &hidden_bsh)?;
+        Ok(hidden_bsh)
+    }
+
+    fn check_input(&self, local_bsh: &Tensor, context: &CpContext) -> Result<()> {
+        let tokens = context.layout().local_len(context.rank());
+        let expected = [context.tokens().batch(), tokens, self.text.hidden_size];
+        if local_bsh.dims() == expected {
+            return Ok(());
+        }
+        Err(Error::Input {
+            name: "decoder embeddings",
+            found: format!("{:?}", local_bsh.dims()),
+            expected: format!("{expected:?} = [batch, tokens of this rank, hidden_size]"),
+        })
+    }
+
+    /// The rotary tables of a layer type; `None` if the model has no such layer.
+    fn rope(&self, kind: LayerKind, positions_bs: &Tensor, x: &Tensor, tap: &mut dyn Tap) -> Result<Option<Rope>> {
+        let (Some(config), Some(head_dim)) = (self.text.rope(kind), self.text.head_dim(kind)) else {
+            return Ok(None);
+        };
+        let frequencies = config.inverse_frequencies(head_dim);
+        let rope = Rope::new(std::slice::from_ref(positions_bs), &frequencies, x.dtype(), x.device())?;
+        if tap.is_on() {
+            tap.record(&format!("rope.{}.cos", kind.name()), rope.cos())?;
+            tap.record(&format!("rope.{}.sin", kind.name()), &rope.sin()?)?;
+        }
+        Ok(Some(rope))
+    }
+}
+
+/// Images are bidirectional on sliding layers only.
+fn mask_rule(text: &TextConfig, kind: LayerKind) -> MaskRule {
+    match kind {
+        LayerKind::Full => MaskRule::causal(),
+        LayerKind::Sliding if text.bidirectional_images => MaskRule::sliding(text.sliding_window).with_groups(),
+        LayerKind::Sliding => MaskRule::sliding(text.sliding_window),
+    }
+}

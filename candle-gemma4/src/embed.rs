@@ -1,0 +1,186 @@
+//! Full-sequence embeddings: the table's rows, with image features in the places of their placeholders.
+//!
+//! The result is gathered in one piece from three sources (table rows, the constant padding row, features), so
+//! nothing is written in place and gradients flow back to the table and to the vision tower.
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::names;
+use crate::vision::Features;
+use crate::weights::Weights;
+
+/// The embedding table and what is needed to read a batch of ids.
+#[derive(Debug, Clone)]
+pub(crate) struct Embedding {
+    pub(crate) table_vh: Tensor,
+    /// sqrt(hidden), rounded to the table's type.
+    scale: f64,
+    config: Config,
+}
+
+/// Where one token's embedding comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    /// The n-th looked-up row.
+    Table(u32),
+    /// The padding row, which the look-up does not train.
+    Padding,
+    /// The n-th image feature.
+    Feature(u32),
+}
+
+/// A batch of ids, sorted into sources.
+#[derive(Debug, Default)]
+struct Plan {
+    /// One per token of the batch.
+    sources: Vec<Source>,
+    /// Ids to look up, in order.
+    table_ids: Vec<u32>,
+    features: u32,
+}
+
+impl Embedding {
+    pub(crate) fn new(config: &Config, weights: &Weights) -> Result<Self> {
+        let (vocab, hidden) = (config.text.vocab_size, config.text.hidden_size);
+        let table_vh = weights.get(names::EMBED_TOKENS, &[vocab, hidden])?;
+        let scale = Tensor::new((hidden as f64).sqrt(), &Device::Cpu)?.to_dtype(table_vh.dtype())?;
+        let scale = scale.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+        Ok(Self { table_vh, scale, config: config.clone() })
+    }
+
+    /// `[batch, tokens]` ids to `[batch, tokens, hidden]`.
+    pub(crate) fn forward(&self, input_ids_bs: &Tensor, features: Option<&Features>) -> Result<Tensor> {
+        let (batch, tokens) = input_ids_bs.dims2().map_err(|_| Error::Input {
+            name: "input_ids",
+            found: format!("{:?}", input_ids_bs.dims()),
+            expected: "[batch, tokens]".to_string(),
+        })?;
+        let rows = input_ids_bs.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec2::<i64>()?;
+        let per_image = features.map_or(&[][..], |features| &features.per_image);
+        let plan = self.plan(&rows, per_image)?;
+        let flat_th = self.gather(&plan, features)?;
+        Ok(flat_th.reshape((batch, tokens, self.config.text.hidden_size))?)
+    }
+
+    fn plan(&self, rows: &[Vec<i64>], per_image: &[usize]) -> Result<Plan> {
+        let mut plan = Plan::default();
+        let mut images = Images { per_image, next: 0, last_row: 0 };
+        for (row, ids) in rows.iter().enumerate() {
+            let mut index = 0;
+            while index < ids.len() {
+                let id = self.check_id(row, index, ids[index])?;
+                if id != self.config.image_token_id {
+                    plan.push_text(id, self.config.text.pad_token_id);
+                    index += 1;
+                    continue;
+                }
+                let run = ids[index..].iter().take_while(|&&other| other == ids[index]).count();
+                images.fill(row, index, run)?;
+                plan.push_features(run);
+                index += run;
+            }
+        }
+        images.finish()?;
+        Ok(plan)
+    }
+
+    fn check_id(&self, row: usize, index: usize, id: i64) -> Result<u32> {
+        let vocab_size = self.config.text.vocab_size;
+        let unknown = Error::TokenId { row, index, id, vocab_size };
+        let Ok(token) = u32::try_from(id) else { return Err(unknown) };
+        let placeholder = |kind| Error::Placeholder { row, index, id: token, kind };
+        if token == self.config.image_token_id {
+            Ok(token)
+        } else if Some(token) == self.config.video_token_id {
+            Err(placeholder("video"))
+        } else if Some(token) == self.config.audio_token_id {
+            Err(placeholder("audio"))
+        } else if (token as usize) < vocab_size {
+            Ok(token)
+        } else {
+            Err(unknown)
+        }
+    }
+
+    fn gather(&self, plan: &Plan, features: Option<&Features>) -> Result<Tensor> {
+        let device = self.table_vh.device();
+        let mut parts = Vec::with_capacity(3);
+        if !plan.table_ids.is_empty() {
+            let ids = Tensor::new(plan.table_ids.as_slice(), device)?;
+            parts.push((self.table_vh.index_select(&ids, 0)? * self.scale)?);
+        }
+        if plan.table_ids.len() == plan.sources.len() {
+            return match parts.pop() {
+                Some(only) => Ok(only),
+                None => Ok(Tensor::zeros((0, self.config.text.hidden_size), self.table_vh.dtype(), device)?),
+            };
+        }
+        let padding_start = plan.table_ids.len() as u32;
+        let padding = self.config.text.pad_token_id.filter(|_| plan.sources.contains(&Source::Padding));
+        if let Some(id) = padding {
+            parts.push((self.table_vh.detach().narrow(0, id as usize, 1)? * self.scale)?);
+        }
+        let feature_start = padding_start + u32::from(padding.is_some());
+        if let Some(features) = features.filter(|_| plan.features > 0) {
+            parts.push(features.features_th.clone());
+        }
+        let place = |source: &Source| match *source {
+            Source::Table(n) => n,
+            Source::Padding => padding_start,
+            Source::Feature(n) => feature_start + n,
+        };
+        let places: Vec<u32> = plan.sources.iter().map(place).collect();
+        Ok(Tensor::cat(&parts, 0)?.index_select(&Tensor::new(places, device)?, 0)?)
+    }
+}
+
+impl Plan {
+    fn push_text(&mut self, id: u32, pad_token_id: Option<u32>) {
+        if Some(id) == pad_token_id {
+            self.sources.push(Source::Padding);
+            return;
+        }
+        self.sources.push(Source::Table(self.table_ids.len() as u32));
+        self.table_ids.push(id);
+    }
+
+    fn push_features(&mut self, count: usize) {
+        let next = self.features;
+        self.features += count as u32;
+        self.sources.extend((next..self.features).map(Source::Feature));
+    }
+}
+
+/// Hands out whole images to runs of placeholders.
+struct Images<'a> {
+    per_image: &'a [usize],
+    next: usize,
+    last_row: usize,
+}
+
+impl Images<'_> {
+    fn fill(&mut self, row: usize, start: usize, placeholders: usize) -> Result<()> {
+        let image = self.next;
+        let mut features = 0;
+        while features < placeholders && self.next < self.per_image.len() {
+            features += self.per_image[self.next];
+            self.next += 1;
+        }
+        self.last_row = row;
+        match features == placeholders {
+            true => Ok(()),
+            false => Err(Error::Splice { row, start, placeholders, image, features }),
+        }
+    }
+
+    fn finish(self) -> Result<()> {
+        // An image without a real patch gives no feature and needs no placeholder.
+        let left = self.per_image[self.next..].iter().sum::<usize>();
+        match left {
+            0 => Ok(()),
+            _ => Err(Error::UnusedImages { given: self.per_image.len(), used: self.next, row: self.last_row }),
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! Trainable Gemma 4 on Candle, ready for context parallelism.
+//!
+//! The dense models (text decoder with sliding and full attention, vision tower) with the names, shapes and settings
+//! of released checkpoints. Every operation has a backward pass. A model is ordinary single-device code: it embeds
+//! the full sequence, and its decoder runs on whatever slice of it a [`candle_cp::CpContext`] gives to this rank.
+//!
+//! ```no_run
+//! use std::path::Path;
+//!
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_cp::{CpContext, Tokens};
+//! use candle_gemma4::{Config, Inputs, Model, Weights};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let folder = Path::new("gemma-4");
+//! let config = Config::from_folder(folder)?;
+//! let weights = Weights::load(folder, &config, DType::F32, &Device::Cpu)?;
+//! let model = Model::new(&config, &weights)?;
+//!
+//! let ids = Tensor::new(&[[2u32, 300, 301, 302]], &Device::Cpu)?;
+//! let context = CpContext::single(Tokens::single_document(1, 4))?; // one rank; `CpContext::new` for more
+//! let embeds = model.embed(&Inputs::text(ids.clone()), &mut ())?;
+//! let hidden = model.decode(&context.shard(&embeds, 1)?, &context, &mut ())?;
+//! let labels = context.shard_labels(&ids.to_dtype(DType::I64)?)?;
+//! let gradients = model.loss(&hidden, &labels)?.backward()?;
+//! # Ok(())
+//! # }
+//! ```
+
+mod attention;
+mod config;
+mod decoder;
+mod embed;
+mod error;
+mod layer;
+mod linear;
+mod mlp;
+mod model;
+mod names;
+mod norm;
+mod patches;
+mod random;
+mod rope;
+mod tap;
+mod vision;
+mod weights;
+
+pub use config::{
+    CONFIG_FILE, Config, LayerConfig, LayerKind, RopeConfig, RopeKind, TextConfig, VisionConfig, vision_groups,
+};
+pub use error::{Error, Result};
+pub use model::{Inputs, Model};
+pub use names::{Role, TensorSpec, tensors};
+pub use tap::Tap;
+pub use weights::{Mismatch, Weights, WrongShape};

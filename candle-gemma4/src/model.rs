@@ -1,0 +1,163 @@
+//! The model: embeddings of the full sequence, the decoder on a rank's slice, head and loss.
+
+use candle_core::Tensor;
+use candle_cp::{CpContext, LossOptions, ShardedLabels, linear_cross_entropy};
+
+use crate::config::Config;
+use crate::decoder::Decoder;
+use crate::embed::Embedding;
+use crate::error::{Error, Result};
+use crate::names;
+use crate::norm::wide;
+use crate::tap::Tap;
+use crate::vision::{Features, VisionTower};
+use crate::weights::Weights;
+
+/// One batch, the same on every rank.
+#[derive(Debug, Clone)]
+pub struct Inputs {
+    /// Token ids `[batch, tokens]`, u32 or i64; each image has a run of `image_token_id`, one per feature.
+    pub input_ids_bs: Tensor,
+    /// `[images, patches, 3 * patch_size^2]`, floating point, 0 to 1; images in the order of their placeholders, row
+    /// by row.
+    pub pixel_values: Option<Tensor>,
+    /// `[images, patches, 2]`, i64: (x, y) of every patch; (-1, -1) for padding.
+    pub image_position_ids: Option<Tensor>,
+}
+
+impl Inputs {
+    /// A batch without images.
+    pub fn text(input_ids_bs: Tensor) -> Self {
+        Self { input_ids_bs, pixel_values: None, image_position_ids: None }
+    }
+}
+
+/// Gemma 4.
+///
+/// It shares storage with the [`Weights`] it was made from: values that an optimizer sets on their variables take
+/// effect in the next forward pass.
+#[derive(Debug, Clone)]
+pub struct Model {
+    embedding: Embedding,
+    vision: Option<VisionTower>,
+    decoder: Decoder,
+    head_vh: Tensor,
+    softcap: Option<f64>,
+}
+
+impl Model {
+    /// Puts a model together.
+    ///
+    /// # Errors
+    /// The weights lack a tensor or have one of another shape, because they were made for another configuration.
+    pub fn new(config: &Config, weights: &Weights) -> Result<Self> {
+        let embedding = Embedding::new(config, weights)?;
+        let head_vh = match config.tie_word_embeddings {
+            true => embedding.table_vh.clone(),
+            false => weights.get(names::LM_HEAD, &[config.text.vocab_size, config.text.hidden_size])?,
+        };
+        let vision = config.vision.as_ref();
+        Ok(Self {
+            vision: vision.map(|vision| VisionTower::new(config, vision, weights)).transpose()?,
+            decoder: Decoder::new(config, weights)?,
+            embedding,
+            head_vh,
+            softcap: config.text.final_logit_softcapping,
+        })
+    }
+
+    /// Embeddings of the full sequence `[batch, tokens, hidden]`, image features spliced in, gradients kept.
+    ///
+    /// # Errors
+    /// A shape is wrong, an id is outside the vocabulary, images come without positions or to a text-only model, or
+    /// a run of placeholders is not filled exactly by whole images.
+    pub fn embed(&self, inputs: &Inputs, tap: &mut dyn Tap) -> Result<Tensor> {
+        let features = self.image_features(inputs, tap)?;
+        let embeds_bsh = self.embedding.forward(&inputs.input_ids_bs, features.as_ref())?;
+        tap.record("mid.inputs_embeds", &embeds_bsh)?;
+        Ok(embeds_bsh)
+    }
+
+    /// Hidden states of a rank's slice of the embeddings, `[batch, local tokens, hidden]`, after the final norm.
+    ///
+    /// # Errors
+    /// The slice does not fit the context, or an exchange with another rank failed.
+    pub fn decode(&self, local_bsh: &Tensor, context: &CpContext, tap: &mut dyn Tap) -> Result<Tensor> {
+        self.decoder.forward(local_bsh, context, tap)
+    }
+
+    /// The head's matrix `[vocabulary, hidden]`; the embedding table itself if they are tied.
+    pub fn head_vh(&self) -> &Tensor {
+        &self.head_vh
+    }
+
+    /// Soft cap `c` of the logits, `c * tanh(logit / c)`; `None` for no cap.
+    pub fn softcap(&self) -> Option<f64> {
+        self.softcap
+    }
+
+    /// Logits `[.., vocabulary]` in f32 (f64 for f64), soft cap applied. Meant for short inputs; training uses
+    /// [`Model::loss`], which never holds them all.
+    ///
+    /// # Errors
+    /// The last dimension is not the model's hidden size.
+    pub fn logits(&self, hidden_bsh: &Tensor) -> Result<Tensor> {
+        let (vocab, hidden) = self.head_vh.dims2()?;
+        let mut dims = hidden_bsh.dims().to_vec();
+        let rows = hidden_bsh.elem_count() / hidden;
+        match dims.last_mut() {
+            Some(last) if *last == hidden => *last = vocab,
+            _ => {
+                return Err(Error::Input {
+                    name: "hidden states",
+                    found: format!("{dims:?}"),
+                    expected: format!("[.., {hidden}]"),
+                });
+            }
+        }
+        let flat = hidden_bsh.reshape((rows, hidden))?;
+        let logits = flat.matmul(&self.head_vh.t()?)?.to_dtype(wide(hidden_bsh.dtype()))?;
+        let logits = match self.softcap {
+            Some(cap) => ((logits / cap)?.tanh()? * cap)?,
+            None => logits,
+        };
+        Ok(logits.reshape(dims)?)
+    }
+
+    /// This rank's share of the mean loss: the sum of its tokens' cross entropies over the number of labels in the
+    /// whole batch. The ranks' shares add up to the loss.
+    ///
+    /// # Errors
+    /// Hidden states and labels do not have the same number of tokens.
+    pub fn loss(&self, hidden: &Tensor, labels: &ShardedLabels) -> Result<Tensor> {
+        let mut options = LossOptions::new(labels.count as f64);
+        options.softcap = self.softcap;
+        Ok(linear_cross_entropy(hidden, &self.head_vh, &labels.labels_bs, &options)?)
+    }
+
+    fn image_features(&self, inputs: &Inputs, tap: &mut dyn Tap) -> Result<Option<Features>> {
+        let wrong = |name, found: &str, expected: &str| Error::Input {
+            name,
+            found: found.to_string(),
+            expected: expected.to_string(),
+        };
+        let (pixel_values, position_ids) = match (&inputs.pixel_values, &inputs.image_position_ids) {
+            (None, None) => return Ok(None),
+            (Some(pixel_values), Some(position_ids)) => (pixel_values, position_ids),
+            (Some(_), None) => {
+                let expected = "the positions of the patches in pixel_values";
+                return Err(wrong("image_position_ids", "none", expected));
+            }
+            (None, Some(_)) => {
+                return Err(wrong("pixel_values", "none", "the patches that image_position_ids is about"));
+            }
+        };
+        if pixel_values.dim(0)? == 0 {
+            return Ok(None);
+        }
+        match &self.vision {
+            Some(tower) => Ok(Some(tower.forward(pixel_values, position_ids, tap)?)),
+            None => Err(wrong("pixel_values", "images", "none: this model has no vision_config")),
+        }
+    }
+}

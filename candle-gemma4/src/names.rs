@@ -1,0 +1,162 @@
+//! The one table of a model's tensors: name in a checkpoint, shape, and what it is.
+
+use crate::config::{Config, LayerConfig, TextConfig, VisionConfig};
+
+pub(crate) const EMBED_TOKENS: &str = "model.language_model.embed_tokens.weight";
+pub(crate) const FINAL_NORM: &str = "model.language_model.norm.weight";
+pub(crate) const LM_HEAD: &str = "lm_head.weight";
+pub(crate) const VISION_PROJECTION: &str = "model.embed_vision.embedding_projection.weight";
+pub(crate) const PATCH_PROJECTION: &str = "model.vision_tower.patch_embedder.input_proj.weight";
+pub(crate) const POSITION_TABLE: &str = "model.vision_tower.patch_embedder.position_embedding_table";
+pub(crate) const STD_BIAS: &str = "model.vision_tower.std_bias";
+pub(crate) const STD_SCALE: &str = "model.vision_tower.std_scale";
+
+/// Prefix of a decoder layer's tensors.
+pub(crate) fn text_layer(index: usize) -> String {
+    format!("model.language_model.layers.{index}")
+}
+
+/// Prefix of a vision layer's tensors.
+pub(crate) fn vision_layer(index: usize) -> String {
+    format!("model.vision_tower.encoder.layers.{index}")
+}
+
+/// What a tensor is: decides whether it is trained and how a fresh one is filled.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Role {
+    /// A matrix or a table; `fan_in` is the length of the sums it takes part in, `range` the configuration's
+    /// `initializer_range`. Trained.
+    Matrix {
+        /// Number of inputs of a row; for a table, the width of an entry.
+        fan_in: usize,
+        /// Least standard deviation of fresh values.
+        range: f64,
+    },
+    /// The bias of a projection. Trained.
+    Bias,
+    /// The weight of a norm. Trained.
+    Norm,
+    /// The weight of the norm over a query or key head. Trained.
+    HeadNorm,
+    /// A constant: kept, saved, not trained. Fresh ones hold `fresh` everywhere.
+    Buffer {
+        /// Value of a fresh one.
+        fresh: f64,
+    },
+}
+
+/// One tensor of a model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TensorSpec {
+    /// Name in the checkpoint.
+    pub name: String,
+    /// Shape; matrices are `[outputs, inputs]`.
+    pub shape: Vec<usize>,
+    /// What it is.
+    pub role: Role,
+}
+
+impl TensorSpec {
+    /// Whether training changes it.
+    pub fn is_trained(&self) -> bool {
+        !matches!(self.role, Role::Buffer { .. })
+    }
+}
+
+/// Every tensor that a checkpoint with this configuration has, in no particular order.
+pub fn tensors(config: &Config) -> Vec<TensorSpec> {
+    let text = &config.text;
+    let mut table = Table { specs: Vec::new(), range: text.initializer_range };
+    table.matrix(EMBED_TOKENS, &[text.vocab_size, text.hidden_size]);
+    if !config.tie_word_embeddings {
+        table.matrix(LM_HEAD, &[text.vocab_size, text.hidden_size]);
+    }
+    for (index, layer) in text.layers.iter().enumerate() {
+        table.decoder_layer(&text_layer(index), text, layer);
+    }
+    table.push(FINAL_NORM, &[text.hidden_size], Role::Norm);
+    if let Some(vision) = &config.vision {
+        table.range = vision.initializer_range;
+        table.vision_tower(vision);
+        table.matrix(VISION_PROJECTION, &[text.hidden_size, vision.hidden_size]);
+    }
+    table.specs
+}
+
+struct Table {
+    specs: Vec<TensorSpec>,
+    range: f64,
+}
+
+impl Table {
+    fn push(&mut self, name: impl Into<String>, shape: &[usize], role: Role) {
+        self.specs.push(TensorSpec { name: name.into(), shape: shape.to_vec(), role });
+    }
+
+    fn matrix(&mut self, name: impl Into<String>, shape: &[usize]) {
+        let fan_in = shape[shape.len() - 1];
+        self.push(name, shape, Role::Matrix { fan_in, range: self.range });
+    }
+
+    fn decoder_layer(&mut self, prefix: &str, text: &TextConfig, layer: &LayerConfig) {
+        let hidden = text.hidden_size;
+        let query_width = text.num_attention_heads * layer.head_dim;
+        let key_width = layer.num_key_value_heads * layer.head_dim;
+        let mut projections = vec![("q_proj", query_width, hidden), ("k_proj", key_width, hidden)];
+        if !layer.keys_are_values {
+            projections.push(("v_proj", key_width, hidden));
+        }
+        projections.push(("o_proj", hidden, query_width));
+        for (name, outputs, inputs) in projections {
+            self.matrix(format!("{prefix}.self_attn.{name}.weight"), &[outputs, inputs]);
+            if text.attention_bias {
+                self.push(format!("{prefix}.self_attn.{name}.bias"), &[outputs], Role::Bias);
+            }
+        }
+        self.mlp(prefix, "weight", hidden, text.intermediate_size);
+        self.norms(prefix, hidden, layer.head_dim);
+        self.push(format!("{prefix}.layer_scalar"), &[1], Role::Buffer { fresh: 1.0 });
+    }
+
+    fn vision_tower(&mut self, vision: &VisionConfig) {
+        let hidden = vision.hidden_size;
+        self.matrix(PATCH_PROJECTION, &[hidden, vision.patch_len()]);
+        self.matrix(POSITION_TABLE, &[2, vision.position_embedding_size, hidden]);
+        let query_width = vision.num_attention_heads * vision.head_dim;
+        let key_width = vision.num_key_value_heads * vision.head_dim;
+        for index in 0..vision.num_hidden_layers {
+            let prefix = vision_layer(index);
+            for (name, outputs, inputs) in [
+                ("q_proj", query_width, hidden),
+                ("k_proj", key_width, hidden),
+                ("v_proj", key_width, hidden),
+                ("o_proj", hidden, query_width),
+            ] {
+                self.matrix(format!("{prefix}.self_attn.{name}.linear.weight"), &[outputs, inputs]);
+            }
+            self.mlp(&prefix, "linear.weight", hidden, vision.intermediate_size);
+            self.norms(&prefix, hidden, vision.head_dim);
+        }
+        if vision.standardize {
+            self.push(STD_BIAS, &[hidden], Role::Buffer { fresh: 0.0 });
+            self.push(STD_SCALE, &[hidden], Role::Buffer { fresh: 1.0 });
+        }
+    }
+
+    fn mlp(&mut self, prefix: &str, suffix: &str, hidden: usize, width: usize) {
+        self.matrix(format!("{prefix}.mlp.gate_proj.{suffix}"), &[width, hidden]);
+        self.matrix(format!("{prefix}.mlp.up_proj.{suffix}"), &[width, hidden]);
+        self.matrix(format!("{prefix}.mlp.down_proj.{suffix}"), &[hidden, width]);
+    }
+
+    fn norms(&mut self, prefix: &str, hidden: usize, head_dim: usize) {
+        for name in
+            ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        {
+            self.push(format!("{prefix}.{name}.weight"), &[hidden], Role::Norm);
+        }
+        for name in ["q_norm", "k_norm"] {
+            self.push(format!("{prefix}.self_attn.{name}.weight"), &[head_dim], Role::HeadNorm);
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! What the positions of an image's patches say: which are padding, and which are pooled into which soft token.
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::config::VisionConfig;
+use crate::error::{Error, Result};
+
+/// The position pairs of one image that stand for padding.
+const PADDING: (i64, i64) = (-1, -1);
+
+/// The patches of a batch of images.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Patches {
+    /// Patches per image, padding included.
+    pub(crate) per_image: usize,
+    /// `(x, y)` of every patch, image by image; `None` for padding.
+    pub(crate) positions: Vec<Option<(u32, u32)>>,
+    /// For every soft token in order, the places (in `positions`) of its patches, `pooling_kernel_size^2` each.
+    pub(crate) pooled: Vec<u32>,
+    /// Soft tokens of each image.
+    pub(crate) soft_tokens: Vec<usize>,
+}
+
+impl Patches {
+    /// Reads `image_position_ids [images, patches, 2]`.
+    pub(crate) fn read(position_ids: &Tensor, vision: &VisionConfig) -> Result<Self> {
+        let (_, per_image, _) = position_ids.dims3()?;
+        let flat = position_ids.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
+        let mut patches = Self { per_image, positions: Vec::new(), pooled: Vec::new(), soft_tokens: Vec::new() };
+        for (image, pairs) in flat.chunks(2 * per_image).enumerate() {
+            let pairs: Vec<(i64, i64)> = pairs.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect();
+            patches.push_image(&pairs, vision).map_err(|reason| Error::PatchGrid { image, reason })?;
+        }
+        Ok(patches)
+    }
+
+    fn push_image(&mut self, pairs: &[(i64, i64)], vision: &VisionConfig) -> std::result::Result<(), String> {
+        let first = self.positions.len() as u32;
+        for (place, &(x, y)) in pairs.iter().enumerate() {
+            let limit = vision.position_embedding_size;
+            let inside = |at: i64| u32::try_from(at).ok().filter(|&at| (at as usize) < limit);
+            self.positions.push(match (inside(x), inside(y)) {
+                _ if (x, y) == PADDING => None,
+                (Some(x), Some(y)) => Some((x, y)),
+                _ => {
+                    return Err(format!(
+                        "patch {place} is at ({x}, {y}); both must be from 0 to {} \
+                         (vision_config.position_embedding_size), or -1 for padding",
+                        limit - 1
+                    ));
+                }
+            });
+        }
+        let k = vision.pooling_kernel_size;
+        let cells = pool(&self.positions[first as usize..], k)?;
+        for cell in &cells {
+            self.pooled.extend(cell.iter().map(|place| first + place));
+        }
+        self.soft_tokens.push(cells.len());
+        Ok(())
+    }
+}
+
+/// Places of the patches of every `k` x `k` cell, cells row by row.
+fn pool(positions: &[Option<(u32, u32)>], k: usize) -> std::result::Result<Vec<Vec<u32>>, String> {
+    let real = positions.iter().flatten();
+    let width = real.clone().map(|&(x, _)| x as usize + 1).max().unwrap_or(0);
+    let height = real.map(|&(_, y)| y as usize + 1).max().unwrap_or(0);
+    if width % k != 0 || height % k != 0 {
+        return Err(format!(
+            "its grid of {width} x {height} patches is not a multiple of vision_config.pooling_kernel_size {k}"
+        ));
+    }
+    let mut cells = vec![Vec::with_capacity(k * k); (width / k).saturating_mul(height / k)];
+    for (place, position) in positions.iter().enumerate() {
+        if let Some((x, y)) = position {
+            cells[*x as usize / k + (width / k) * (*y as usize / k)].push(place as u32);
+        }
+    }
+    match cells.iter().position(|cell| cell.len() != k * k) {
+        None => Ok(cells),
+        Some(cell) => Err(format!(
+            "its grid of {width} x {height} patches has holes or doubles: soft token {cell} would be the mean of {} \
+             patches, not {}",
+            cells[cell].len(),
+            k * k
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn grid(width: u32, height: u32) -> Vec<Option<(u32, u32)>> {
+        (0..height).flat_map(|y| (0..width).map(move |x| Some((x, y)))).collect()
+    }
+
+    #[test]
+    fn cells_are_squares_row_by_row() {
+        let cells = pool(&grid(4, 2), 2).unwrap();
+        assert_eq!(cells, [vec![0, 1, 4, 5], vec![2, 3, 6, 7]]);
+        let mut padded = grid(2, 2);
+        padded.insert(1, None);
+        assert_eq!(pool(&padded, 2).unwrap(), [vec![0, 2, 3, 4]]);
+        assert_eq!(pool(&[None, None], 2).unwrap(), Vec::<Vec<u32>>::new());
+        assert_eq!(pool(&grid(2, 2), 1).unwrap(), [[0], [1], [2], [3]]);
+    }
+
+    #[test]
+    fn grids_that_cannot_be_pooled_are_refused() {
+        assert!(pool(&grid(3, 2), 2).unwrap_err().contains("3 x 2 patches is not a multiple"));
+        let mut hole = grid(4, 2);
+        hole[2] = None;
+        assert!(pool(&hole, 2).unwrap_err().contains("soft token 1 would be the mean of 3 patches, not 4"));
+        let mut double = grid(2, 2);
+        double[1] = Some((0, 0));
+        assert!(pool(&double, 2).unwrap_err().contains("has holes or doubles"));
+    }
+}

@@ -1,0 +1,15 @@
+//! What the `parity` example is made of: case files, tolerances, reports, and runs of a model or of attention alone
+//! on sharded sequences.
+//!
+//! A case file is a safetensors file of one input and of what another implementation computed from it. [`case`] reads
+//! it, [`model`] and [`attention`] compute the same tensors here, [`tolerance`] and [`compare`] judge them, [`report`]
+//! prints the result. [`cli`] is the command line.
+
+pub mod attention;
+pub mod case;
+pub mod cli;
+pub mod compare;
+pub mod masks;
+pub mod model;
+pub mod report;
+pub mod tolerance;
