@@ -7,7 +7,7 @@
 
 use std::process::ExitCode;
 
-use candle_cp_examples::cli::Arguments;
+use candle_cp_examples::cli::{Arguments, explain};
 use clap::Parser;
 
 fn main() -> ExitCode {
@@ -15,7 +15,7 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", explain(&error));
             ExitCode::from(2)
         }
     }

@@ -4,30 +4,33 @@
 //! `dv = p^T d_out`, `dp = d_out v^T`, `ds = p * (dp - delta) * scale`, `dq = ds k`, `dk = ds^T q`
 //! (Dao et al., FlashAttention-2, 2023, algorithm 2).
 
-use crate::forward::{Splitter, in_memory_order, spans, stack, unstack};
+use crate::forward::{Splitter, TileLimits, in_memory_order, set_spans, stack, unstack};
 use crate::heads::{Heads, Shape};
-use crate::real::{Matrix, Real, matmul};
+use crate::matmul::{Broadcast, Limits, Panels, Product, ROWS, multiply};
+use crate::pack::{Columns, KeyTiles, Rows, pack_rows, padded};
+use crate::real::Real;
 use crate::softmax::{Probabilities, ScoreGradient, Span};
 use crate::tile::{Bounds, KEY_BLOCK, QUERY_BLOCK, QueryTile};
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// What backward keeps over all chunks: the gradient of the queries so far.
 #[derive(Debug, Clone)]
 pub struct Gradients<T> {
     shape: Shape,
-    /// `[B, Hkv, Sq, G, D]`.
+    /// `[B, Hkv, Sq, G, Dp]`, in rows of whole vectors.
     d_query: Vec<T>,
 }
 
 impl<T: Real> Gradients<T> {
     /// Zero.
     pub fn new(shape: Shape) -> Self {
-        Self { shape, d_query: vec![T::ZERO; shape.rows() * shape.head_dim] }
+        Self { shape, d_query: vec![T::ZERO; shape.rows() * padded(shape.head_dim)] }
     }
 
     /// Gradient of the queries, `[B, Hq, Sq, D]`.
     pub fn finish(self) -> Vec<T> {
-        unstack(&self.d_query, self.shape, self.shape.head_dim)
+        unstack(&self.d_query, self.shape)
     }
 }
 
@@ -78,27 +81,45 @@ pub fn backward_chunk<T: Real>(
     tiles: &[QueryTile],
 ) -> (Vec<T>, Vec<T>) {
     let shape = gradients.shape;
-    let heads = shape.batch * shape.key_heads;
-    let length = keys * shape.head_dim;
+    let (heads, d, width) = (shape.batch * shape.key_heads, shape.head_dim, padded(shape.head_dim));
+    let packed = KeyTiles::new(tiles, shape);
+    let chunk = Chunk {
+        key_rows: Rows::new(key, &packed, shape),
+        key_columns: Columns::new(key, &packed, shape),
+        value_columns: Columns::new(value, &packed, shape),
+        tiles: packed,
+    };
     let parts = split_parts(gradients, tiles);
     let partials: Vec<(usize, Vec<T>, Vec<T>)> = parts
         .into_par_iter()
         .map(|part| {
-            let (mut dk, mut dv) = (vec![T::ZERO; length], vec![T::ZERO; length]);
+            let (mut dk, mut dv) = (vec![T::ZERO; keys * width], vec![T::ZERO; keys * width]);
             let mut scratch = Scratch::new(shape);
             for (tile, d_query) in part.tiles {
-                visit((tile, part.key_head, d_query), shape, saved, (key, value), (&mut dk, &mut dv), &mut scratch);
+                visit((tile, part.key_head, d_query), shape, saved, &chunk, (&mut dk, &mut dv), &mut scratch);
             }
             (part.head, dk, dv)
         })
         .collect();
-    let (mut d_key, mut d_value) = (vec![T::ZERO; heads * length], vec![T::ZERO; heads * length]);
-    let add = |into: &mut [T], from: &[T]| into.iter_mut().zip(from).for_each(|(a, &b)| *a += b);
+    let (mut d_key, mut d_value) = (vec![T::ZERO; heads * keys * d], vec![T::ZERO; heads * keys * d]);
+    let add = |into: &mut [T], from: &[T]| {
+        for (into, from) in into.chunks_mut(d).zip(from.chunks(width)) {
+            into.iter_mut().zip(from).for_each(|(a, &b)| *a += b);
+        }
+    };
     for (head, dk, dv) in partials {
-        add(&mut d_key[head * length..(head + 1) * length], &dk);
-        add(&mut d_value[head * length..(head + 1) * length], &dv);
+        add(&mut d_key[head * keys * d..(head + 1) * keys * d], &dk);
+        add(&mut d_value[head * keys * d..(head + 1) * keys * d], &dv);
     }
     (d_key, d_value)
+}
+
+/// A chunk in the order that the kernels read.
+struct Chunk<T> {
+    tiles: KeyTiles,
+    key_rows: Rows<T>,
+    key_columns: Columns<T>,
+    value_columns: Columns<T>,
 }
 
 /// Tiles that one worker goes through, adding to its own `dk` and `dv`.
@@ -115,7 +136,7 @@ fn split_parts<'a, T: Real>(gradients: &'a mut Gradients<T>, tiles: &'a [QueryTi
     let splits = rayon::current_num_threads().div_ceil((shape.batch * shape.key_heads).max(1));
     let total: usize = tiles.iter().map(QueryTile::work).sum();
     let share = total.div_ceil(splits * shape.batch.max(1)).max(1);
-    let mut d_query = Splitter::new(&mut gradients.d_query, shape.group() * shape.head_dim);
+    let mut d_query = Splitter::new(&mut gradients.d_query, shape.group() * padded(shape.head_dim));
     let mut parts: Vec<Part<T>> = Vec::new();
     let mut work = 0;
     for (tile, key_head, queries) in in_memory_order(tiles, shape) {
@@ -137,9 +158,15 @@ fn split_parts<'a, T: Real>(gradients: &'a mut Gradients<T>, tiles: &'a [QueryTi
 struct Scratch<T> {
     query: Vec<T>,
     d_out: Vec<T>,
+    /// The same two in panels.
+    query_panels: Vec<T>,
+    d_out_panels: Vec<T>,
+    /// `[rows, KEY_BLOCK]`.
     probabilities: Vec<T>,
     d_scores: Vec<T>,
     spans: Vec<Span>,
+    limits: TileLimits,
+    over_rows: Vec<Limits>,
 }
 
 impl<T: Real> Scratch<T> {
@@ -149,9 +176,23 @@ impl<T: Real> Scratch<T> {
         Self {
             query: rows_of(shape.head_dim),
             d_out: rows_of(shape.head_dim),
+            query_panels: rows_of(padded(shape.head_dim)),
+            d_out_panels: rows_of(padded(shape.head_dim)),
             probabilities: rows_of(KEY_BLOCK),
             d_scores: rows_of(KEY_BLOCK),
             spans: Vec::with_capacity(rows),
+            limits: TileLimits::default(),
+            over_rows: Vec::new(),
+        }
+    }
+
+    /// Stacks the queries and output gradients of a tile.
+    fn load(&mut self, saved: &Saved<T>, shape: Shape, (row, head): (usize, usize), queries: Range<usize>) {
+        let (d, rows) = (shape.head_dim, queries.len() * shape.group());
+        stack(saved.query, shape, row, head, queries.clone(), &mut self.query);
+        stack(saved.d_out, shape, row, head, queries, &mut self.d_out);
+        for (lines, panels) in [(&self.query, &mut self.query_panels), (&self.d_out, &mut self.d_out_panels)] {
+            pack_rows(lines.chunks(d), rows, padded(d), panels);
         }
     }
 }
@@ -160,7 +201,7 @@ fn visit<T: Real>(
     (tile, head, d_query): (&QueryTile, usize, &mut [T]),
     shape: Shape,
     saved: Saved<T>,
-    (key, value): (&Heads<T>, &Heads<T>),
+    chunk: &Chunk<T>,
     (d_key, d_value): (&mut [T], &mut [T]),
     scratch: &mut Scratch<T>,
 ) {
@@ -169,36 +210,52 @@ fn visit<T: Real>(
     let bounds = &saved.bounds[row][queries.clone()];
     let stacked = (row * shape.key_heads + head) * shape.queries;
     let stacked = (stacked + queries.start) * group..(stacked + queries.end) * group;
-    let m = queries.len() * group;
-    stack(saved.query, shape, row, head, queries.clone(), &mut scratch.query);
-    stack(saved.d_out, shape, row, head, queries, &mut scratch.d_out);
-    let (q, d_out) = (Matrix::rows(&scratch.query, d), Matrix::rows(&scratch.d_out, d));
+    let (lse, delta) = (&saved.lse[stacked.clone()], &saved.delta[stacked]);
+    let (rows, width, scale) = (lse.len(), padded(d), saved.scale);
+    scratch.load(&saved, shape, (row, head), queries);
+    let Scratch { query, d_out, query_panels, d_out_panels, probabilities, d_scores, spans, limits, over_rows } =
+        scratch;
     for run in &tile.runs {
         for (keys, full) in run.tiles() {
-            let (n, start) = (keys.len(), keys.start as usize);
             let first_position = run.first_position + (keys.start - run.keys.start);
-            let k = Matrix::rows(key.tokens(row, head, start, n), key.token_stride());
-            let v = Matrix::rows(value.tokens(row, head, start, n), value.token_stride());
-            let p = &mut scratch.probabilities[..m * n];
-            let ds = &mut scratch.d_scores[..m * n];
-            matmul(p, false, q, k.t(), (m, d, n));
-            spans(bounds, group, first_position, n, full, &mut scratch.spans);
-            let lse = &saved.lse[stacked.clone()];
-            let scale = saved.scale;
-            pulp::Arch::new().dispatch(Probabilities { scores: p, columns: n, spans: &scratch.spans, scale, lse });
-            matmul(&mut d_value[start * d..], true, Matrix::rows(p, n).t(), d_out, (n, m, d));
-            matmul(ds, false, d_out, v.t(), (m, d, n));
-            let delta = &saved.delta[stacked.clone()];
-            pulp::Arch::new().dispatch(ScoreGradient {
-                d_probabilities: ds,
-                probabilities: p,
-                columns: n,
-                scale,
-                delta,
-            });
-            let ds = Matrix::rows(ds, n);
-            matmul(d_query, true, ds, k, (m, n, d));
-            matmul(&mut d_key[start * d..], true, ds.t(), q, (n, m, d));
+            set_spans(bounds, group, first_position, keys.len(), full, spans);
+            limits.set(spans, d);
+            set_over_rows(over_rows, spans, keys.len(), width);
+            let own = keys.start as usize * width..keys.end as usize * width;
+
+            let key_columns = chunk.key_columns.tile(&chunk.tiles, row, head, keys.start);
+            let (a, limits_of) = (Broadcast::rows(query, d), &limits.scores);
+            multiply(Product { out: probabilities, accumulate: false, a, b: key_columns, rows, limits: limits_of });
+            pulp::Arch::new().dispatch(Probabilities { scores: probabilities, spans, scale, lse });
+
+            let (a, out) = (Broadcast::transposed(probabilities, KEY_BLOCK), &mut d_value[own.clone()]);
+            let b = Panels { data: d_out_panels, rows, columns: width };
+            multiply(Product { out, accumulate: true, a, b, rows: keys.len(), limits: over_rows });
+
+            let value_columns = chunk.value_columns.tile(&chunk.tiles, row, head, keys.start);
+            let a = Broadcast::rows(d_out, d);
+            multiply(Product { out: d_scores, accumulate: false, a, b: value_columns, rows, limits: limits_of });
+            pulp::Arch::new().dispatch(ScoreGradient { d_probabilities: d_scores, probabilities, spans, scale, delta });
+
+            let (a, b) =
+                (Broadcast::rows(d_scores, KEY_BLOCK), chunk.key_rows.tile(&chunk.tiles, row, head, keys.start));
+            multiply(Product { out: d_query, accumulate: true, a, b, rows, limits: &limits.over_keys });
+
+            let (a, out) = (Broadcast::transposed(d_scores, KEY_BLOCK), &mut d_key[own]);
+            let b = Panels { data: query_panels, rows, columns: width };
+            multiply(Product { out, accumulate: true, a, b, rows: keys.len(), limits: over_rows });
+        }
+    }
+}
+
+/// Limits of sums over the stacked rows, `[keys, Dp]`: for each group of keys the rows that see one of them.
+fn set_over_rows(limits: &mut Vec<Limits>, spans: &[Span], keys: usize, width: usize) {
+    limits.clear();
+    limits.resize(keys.div_ceil(ROWS), Limits { terms: 0..0, columns: 0..0 });
+    for (row, span) in spans.iter().enumerate().filter(|(_, span)| !span.is_empty()) {
+        for limit in &mut limits[span.start / ROWS..span.end.div_ceil(ROWS)] {
+            let first = if limit.terms.is_empty() { row } else { limit.terms.start };
+            *limit = Limits { terms: first..row + 1, columns: 0..width };
         }
     }
 }

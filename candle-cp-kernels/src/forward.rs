@@ -1,7 +1,9 @@
 //! Forward pass over one chunk of keys, continuing a running softmax.
 
 use crate::heads::{Heads, Shape};
-use crate::real::{Matrix, Real, matmul};
+use crate::matmul::{Broadcast, Limits, Product, ROWS, multiply};
+use crate::pack::{Columns, KeyTiles, Rows, padded};
+use crate::real::Real;
 use crate::softmax::{Rescale, Softmax, Span};
 use crate::tile::{Bounds, KEY_BLOCK, QUERY_BLOCK, QueryTile};
 use rayon::prelude::*;
@@ -13,7 +15,7 @@ use std::ops::Range;
 #[derive(Debug, Clone)]
 pub struct Forward<T> {
     shape: Shape,
-    /// `[B, Hkv, Sq, G, D]`: sum of `exp(score - max) * value`.
+    /// `[B, Hkv, Sq, G, Dp]`: sum of `exp(score - max) * value`, in rows of whole vectors.
     out: Vec<T>,
     /// `[B, Hkv, Sq, G]`: largest score, -inf before any key.
     max: Vec<T>,
@@ -27,7 +29,7 @@ impl<T: Real> Forward<T> {
         let rows = shape.rows();
         Self {
             shape,
-            out: vec![T::ZERO; rows * shape.head_dim],
+            out: vec![T::ZERO; rows * padded(shape.head_dim)],
             max: vec![T::NEG_INFINITY; rows],
             sum: vec![T::ZERO; rows],
         }
@@ -36,8 +38,7 @@ impl<T: Real> Forward<T> {
     /// Output `[B, Hq, Sq, D]`, and log-sum-exp stacked `[B, Hkv, Sq, G]`. A query that saw no key gets
     /// output 0 and log-sum-exp -inf.
     pub fn finish(mut self) -> (Vec<T>, Vec<T>) {
-        let d = self.shape.head_dim;
-        for ((row, max), &sum) in self.out.chunks_mut(d).zip(&mut self.max).zip(&self.sum) {
+        for ((row, max), &sum) in self.out.chunks_mut(padded(self.shape.head_dim)).zip(&mut self.max).zip(&self.sum) {
             if *max == T::NEG_INFINITY {
                 continue;
             }
@@ -45,21 +46,19 @@ impl<T: Real> Forward<T> {
             row.iter_mut().for_each(|x| *x *= inverse);
             *max += sum.ln();
         }
-        (unstack(&self.out, self.shape, d), self.max)
+        (unstack(&self.out, self.shape), self.max)
     }
 }
 
-/// `[B, Hkv, S, G, width]` to `[B, Hkv, G, S, width]`, which is `[B, Hq, S, width]`.
-pub(crate) fn unstack<T: Real>(stacked: &[T], shape: Shape, width: usize) -> Vec<T> {
-    let (group, queries) = (shape.group(), shape.queries);
-    if group == 1 || queries == 0 {
-        return stacked.to_vec();
-    }
-    let mut out = Vec::with_capacity(stacked.len());
-    for head in stacked.chunks(queries * group * width) {
-        for g in 0..group {
-            for row in head.chunks(group * width) {
-                out.extend_from_slice(&row[g * width..(g + 1) * width]);
+/// `[B, Hkv, S, G, Dp]` to `[B, Hkv, G, S, D]`, which is `[B, Hq, S, D]`.
+pub(crate) fn unstack<T: Real>(stacked: &[T], shape: Shape) -> Vec<T> {
+    let (d, width) = (shape.head_dim, padded(shape.head_dim));
+    let rows = shape.group() * width;
+    let mut out = Vec::with_capacity(shape.rows() * d);
+    for head in stacked.chunks((shape.queries * rows).max(1)) {
+        for g in 0..shape.group() {
+            for row in head.chunks(rows) {
+                out.extend_from_slice(&row[g * width..g * width + d]);
             }
         }
     }
@@ -85,7 +84,7 @@ pub(crate) fn stack<T: Real>(
 }
 
 /// The columns of the keys at `first_position..` that each stacked row sees.
-pub(crate) fn spans(
+pub(crate) fn set_spans(
     bounds: &[Bounds],
     group: usize,
     first_position: u32,
@@ -106,11 +105,40 @@ pub(crate) fn spans(
     }
 }
 
+/// The limits of a tile's products, from the spans of its rows.
+#[derive(Default)]
+pub(crate) struct TileLimits {
+    /// For `scores = query . key^T`: which columns.
+    pub scores: Vec<Limits>,
+    /// For sums over the keys, `[rows, Dp]`: which terms.
+    pub over_keys: Vec<Limits>,
+}
+
+impl TileLimits {
+    pub fn set(&mut self, spans: &[Span], head_dim: usize) {
+        self.scores.clear();
+        self.over_keys.clear();
+        for group in spans.chunks(ROWS) {
+            let seen = hull(group.iter().filter(|span| !span.is_empty()).cloned());
+            let columns = if seen.is_empty() { 0..0 } else { 0..padded(head_dim) };
+            self.scores.push(Limits { terms: 0..head_dim, columns: seen.clone() });
+            self.over_keys.push(Limits { terms: seen, columns });
+        }
+    }
+}
+
+/// The smallest range that holds all of `ranges`.
+pub(crate) fn hull(ranges: impl Iterator<Item = Range<usize>>) -> Range<usize> {
+    ranges.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0)
+}
+
 /// Buffers of one worker.
 struct Scratch<T> {
     query: Vec<T>,
+    /// `[rows, KEY_BLOCK]`.
     scores: Vec<T>,
     spans: Vec<Span>,
+    limits: TileLimits,
     rescale: Vec<T>,
 }
 
@@ -136,54 +164,71 @@ pub fn forward_chunk<T: Real>(
     scale: T,
 ) {
     let shape = state.shape;
+    let packed = KeyTiles::new(tiles, shape);
+    let chunk =
+        Chunk { keys: Columns::new(key, &packed, shape), values: Rows::new(value, &packed, shape), tiles: packed };
     let tasks = split_tasks(state, tiles);
     let rows = QUERY_BLOCK * shape.group();
     let scratch = || Scratch {
         query: Vec::with_capacity(rows * shape.head_dim),
         scores: vec![T::ZERO; rows * KEY_BLOCK],
         spans: Vec::with_capacity(rows),
+        limits: TileLimits::default(),
         rescale: vec![T::ONE; rows],
     };
     tasks.into_par_iter().for_each_init(scratch, |scratch, task| {
         let queries = task.tile.queries.start as usize..task.tile.queries.end as usize;
         let bounds = &bounds[task.tile.row as usize][queries];
-        visit(task, shape, (query, key, value), bounds, scale, scratch);
+        visit(task, shape, query, &chunk, bounds, scale, scratch);
     });
+}
+
+/// A chunk in the order that the kernels read.
+struct Chunk<T> {
+    tiles: KeyTiles,
+    keys: Columns<T>,
+    values: Rows<T>,
 }
 
 fn visit<T: Real>(
     task: Task<T>,
     shape: Shape,
-    (query, key, value): (&Heads<T>, &Heads<T>, &Heads<T>),
+    query: &Heads<T>,
+    chunk: &Chunk<T>,
     bounds: &[Bounds],
     scale: T,
     scratch: &mut Scratch<T>,
 ) {
     let (row, head, d) = (task.tile.row as usize, task.key_head, shape.head_dim);
     let queries = task.tile.queries.start as usize..task.tile.queries.end as usize;
-    let m = queries.len() * shape.group();
+    let rows = queries.len() * shape.group();
     stack(query, shape, row, head, queries, &mut scratch.query);
+    let Scratch { query, scores, spans, limits, rescale } = scratch;
     for run in &task.tile.runs {
         for (keys, full) in run.tiles() {
-            let n = keys.len();
             let first_position = run.first_position + (keys.start - run.keys.start);
-            let scores = &mut scratch.scores[..m * n];
-            let k = Matrix::rows(key.tokens(row, head, keys.start as usize, n), key.token_stride());
-            matmul(scores, false, Matrix::rows(&scratch.query, d), k.t(), (m, d, n));
-            spans(bounds, shape.group(), first_position, n, full, &mut scratch.spans);
-            let rescale = &mut scratch.rescale[..m];
-            pulp::Arch::new().dispatch(Softmax {
-                scores,
-                columns: n,
-                spans: &scratch.spans,
-                scale,
-                max: task.max,
-                sum: task.sum,
-                rescale,
+            set_spans(bounds, shape.group(), first_position, keys.len(), full, spans);
+            limits.set(spans, d);
+            multiply(Product {
+                out: scores,
+                accumulate: false,
+                a: Broadcast::rows(query, d),
+                b: chunk.keys.tile(&chunk.tiles, row, head, keys.start),
+                rows,
+                limits: &limits.scores,
             });
-            pulp::Arch::new().dispatch(Rescale { rows: task.out, columns: d, factors: rescale });
-            let v = Matrix::rows(value.tokens(row, head, keys.start as usize, n), value.token_stride());
-            matmul(task.out, true, Matrix::rows(scores, n), v, (m, n, d));
+            let rescale = &mut rescale[..rows];
+            let (max, sum) = (&mut *task.max, &mut *task.sum);
+            pulp::Arch::new().dispatch(Softmax { scores, spans, scale, max, sum, rescale });
+            pulp::Arch::new().dispatch(Rescale { rows: task.out, columns: padded(d), factors: rescale });
+            multiply(Product {
+                out: task.out,
+                accumulate: true,
+                a: Broadcast::rows(scores, KEY_BLOCK),
+                b: chunk.values.tile(&chunk.tiles, row, head, keys.start),
+                rows,
+                limits: &limits.over_keys,
+            });
         }
     }
 }
@@ -192,7 +237,7 @@ fn visit<T: Real>(
 fn split_tasks<'a, T: Real>(state: &'a mut Forward<T>, tiles: &'a [QueryTile]) -> Vec<Task<'a, T>> {
     let shape = state.shape;
     let width = shape.group();
-    let mut out = Splitter::new(&mut state.out, width * shape.head_dim);
+    let mut out = Splitter::new(&mut state.out, width * padded(shape.head_dim));
     let mut max = Splitter::new(&mut state.max, width);
     let mut sum = Splitter::new(&mut state.sum, width);
     let mut tasks = Vec::with_capacity(tiles.len() * shape.key_heads);

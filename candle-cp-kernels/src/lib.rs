@@ -15,6 +15,8 @@ mod backward;
 mod cross_entropy;
 mod forward;
 mod heads;
+mod matmul;
+mod pack;
 mod real;
 mod softmax;
 mod tile;

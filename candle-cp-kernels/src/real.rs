@@ -1,5 +1,6 @@
 //! The two accumulation types, f32 and f64.
 
+use pulp::Simd;
 use std::fmt::Debug;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Sub};
 
@@ -36,11 +37,37 @@ pub trait Real:
     fn ln(self) -> Self;
     /// Hyperbolic tangent; relative error a few units in the last place.
     fn tanh(self) -> Self;
+
+    /// A vector of this type.
+    type Vector<S: Simd>: Copy;
+    /// All lanes the same.
+    fn splat<S: Simd>(simd: S, x: Self) -> Self::Vector<S>;
+    /// `a * b + c` with one rounding where the machine has it.
+    fn mul_add<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>, c: Self::Vector<S>) -> Self::Vector<S>;
+    /// `a + b`.
+    fn add_vectors<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
     /// The larger one; `other` when `self` is NaN.
     fn maximum(self, other: Self) -> Self;
 }
 
 impl Real for f32 {
+    type Vector<S: Simd> = S::f32s;
+
+    #[inline(always)]
+    fn splat<S: Simd>(simd: S, x: Self) -> S::f32s {
+        simd.splat_f32s(x)
+    }
+
+    #[inline(always)]
+    fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, c: S::f32s) -> S::f32s {
+        simd.mul_add_e_f32s(a, b, c)
+    }
+
+    #[inline(always)]
+    fn add_vectors<S: Simd>(simd: S, a: S::f32s, b: S::f32s) -> S::f32s {
+        simd.add_f32s(a, b)
+    }
+
     const ZERO: Self = 0.0;
     const ONE: Self = 1.0;
     const NEG_INFINITY: Self = f32::NEG_INFINITY;
@@ -102,6 +129,23 @@ impl Real for f32 {
 }
 
 impl Real for f64 {
+    type Vector<S: Simd> = S::f64s;
+
+    #[inline(always)]
+    fn splat<S: Simd>(simd: S, x: Self) -> S::f64s {
+        simd.splat_f64s(x)
+    }
+
+    #[inline(always)]
+    fn mul_add<S: Simd>(simd: S, a: S::f64s, b: S::f64s, c: S::f64s) -> S::f64s {
+        simd.mul_add_e_f64s(a, b, c)
+    }
+
+    #[inline(always)]
+    fn add_vectors<S: Simd>(simd: S, a: S::f64s, b: S::f64s) -> S::f64s {
+        simd.add_f64s(a, b)
+    }
+
     const ZERO: Self = 0.0;
     const ONE: Self = 1.0;
     const NEG_INFINITY: Self = f64::NEG_INFINITY;
@@ -134,66 +178,5 @@ impl Real for f64 {
     #[inline(always)]
     fn maximum(self, other: Self) -> Self {
         if self > other { self } else { other }
-    }
-}
-
-/// A matrix of `rows x columns` inside a slice: element `(i, j)` at `i * row + j * column`.
-#[derive(Clone, Copy)]
-pub(crate) struct Matrix<'a, T> {
-    pub data: &'a [T],
-    pub row: usize,
-    pub column: usize,
-}
-
-impl<'a, T> Matrix<'a, T> {
-    /// Row-major, `row` elements from one row to the next.
-    pub fn rows(data: &'a [T], row: usize) -> Self {
-        Self { data, row, column: 1 }
-    }
-
-    /// The transpose.
-    pub fn t(self) -> Self {
-        Self { data: self.data, row: self.column, column: self.row }
-    }
-
-    fn check(&self, rows: usize, columns: usize) {
-        assert!((rows - 1) * self.row + (columns - 1) * self.column < self.data.len());
-    }
-}
-
-/// `out = a . b`, or `out += a . b`, for row-major `out` with rows of `n` elements; `a` is `m x k`, `b` is `k x n`.
-pub(crate) fn matmul<T: Real>(
-    out: &mut [T],
-    accumulate: bool,
-    a: Matrix<T>,
-    b: Matrix<T>,
-    (m, k, n): (usize, usize, usize),
-) {
-    assert!(out.len() >= m * n && m > 0 && n > 0 && k > 0);
-    a.check(m, k);
-    b.check(k, n);
-    // SAFETY: the checks above keep all three matrices inside their slices, and `out` is borrowed mutably.
-    unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            out.as_mut_ptr(),
-            1,
-            n as isize,
-            accumulate,
-            a.data.as_ptr(),
-            a.column as isize,
-            a.row as isize,
-            b.data.as_ptr(),
-            b.column as isize,
-            b.row as isize,
-            T::ONE,
-            T::ONE,
-            false,
-            false,
-            false,
-            gemm::Parallelism::None,
-        );
     }
 }

@@ -1,6 +1,7 @@
-//! The element-wise part of one tile, compiled once per instruction set.
+//! The element-wise part of one tile, compiled once per instruction set. Tiles have rows of [`KEY_BLOCK`].
 
 use crate::real::Real;
+use crate::tile::KEY_BLOCK;
 use pulp::NullaryFnOnce;
 use std::ops::Range;
 
@@ -14,7 +15,6 @@ pub(crate) type Span = Range<usize>;
 /// which what was accumulated before has to be multiplied.
 pub(crate) struct Softmax<'a, T> {
     pub scores: &'a mut [T],
-    pub columns: usize,
     pub spans: &'a [Span],
     pub scale: T,
     pub max: &'a mut [T],
@@ -28,10 +28,8 @@ impl<T: Real> NullaryFnOnce for Softmax<'_, T> {
     #[inline(always)]
     fn call(self) {
         for (r, span) in self.spans.iter().enumerate() {
-            let row = &mut self.scores[r * self.columns..(r + 1) * self.columns];
-            row[..span.start].fill(T::ZERO);
-            row[span.end..].fill(T::ZERO);
-            let seen = &mut row[span.clone()];
+            let row = clear_outside(self.scores, r, span);
+            let seen = row;
             self.rescale[r] = T::ONE;
             if seen.is_empty() {
                 continue;
@@ -54,7 +52,6 @@ impl<T: Real> NullaryFnOnce for Softmax<'_, T> {
 /// Probabilities again from scores and the final log-sum-exp: `exp(scale * score - lse)`, 0 outside of the spans.
 pub(crate) struct Probabilities<'a, T> {
     pub scores: &'a mut [T],
-    pub columns: usize,
     pub spans: &'a [Span],
     pub scale: T,
     pub lse: &'a [T],
@@ -66,26 +63,25 @@ impl<T: Real> NullaryFnOnce for Probabilities<'_, T> {
     #[inline(always)]
     fn call(self) {
         for (r, span) in self.spans.iter().enumerate() {
-            let row = &mut self.scores[r * self.columns..(r + 1) * self.columns];
-            row[..span.start].fill(T::ZERO);
-            row[span.end..].fill(T::ZERO);
+            let row = clear_outside(self.scores, r, span);
             let lse = self.lse[r];
             if lse == T::NEG_INFINITY {
-                row[span.clone()].fill(T::ZERO);
+                row.fill(T::ZERO);
                 continue;
             }
-            for x in &mut row[span.clone()] {
+            for x in row {
                 *x = (*x * self.scale - lse).exp();
             }
         }
     }
 }
 
-/// Gradient of the scores: `probability * (d_probability - delta) * scale`, written over `d_probability`.
+/// Gradient of the scores: `probability * (d_probability - delta) * scale`, written over `d_probability`; 0 outside of
+/// the spans.
 pub(crate) struct ScoreGradient<'a, T> {
     pub d_probabilities: &'a mut [T],
     pub probabilities: &'a [T],
-    pub columns: usize,
+    pub spans: &'a [Span],
     pub scale: T,
     pub delta: &'a [T],
 }
@@ -95,13 +91,23 @@ impl<T: Real> NullaryFnOnce for ScoreGradient<'_, T> {
 
     #[inline(always)]
     fn call(self) {
-        let rows = self.d_probabilities.chunks_mut(self.columns).zip(self.probabilities.chunks(self.columns));
-        for ((d, p), &delta) in rows.zip(self.delta) {
+        for ((r, span), &delta) in self.spans.iter().enumerate().zip(self.delta) {
+            let d = clear_outside(self.d_probabilities, r, span);
+            let p = &self.probabilities[r * KEY_BLOCK..][span.clone()];
             for (d, &p) in d.iter_mut().zip(p) {
                 *d = p * (*d - delta) * self.scale;
             }
         }
     }
+}
+
+/// Row `r` of a tile inside its span, after zeroing the rest of it.
+#[inline(always)]
+fn clear_outside<'a, T: Real>(tile: &'a mut [T], r: usize, span: &Span) -> &'a mut [T] {
+    let row = &mut tile[r * KEY_BLOCK..(r + 1) * KEY_BLOCK];
+    row[..span.start].fill(T::ZERO);
+    row[span.end..].fill(T::ZERO);
+    &mut row[span.clone()]
 }
 
 /// `row[..] *= factor` for every stacked row whose factor is not 1.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 /// Queries in one tile, at most.
-pub const QUERY_BLOCK: usize = 64;
+pub const QUERY_BLOCK: usize = 48;
 /// Keys in one tile, at most. Tiles lie on a grid of this pitch, counted from the start of each
 /// contiguous piece of keys, so that a shorter chunk is cut into the same tiles as a longer one.
 pub const KEY_BLOCK: usize = 128;

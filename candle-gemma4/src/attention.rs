@@ -29,10 +29,10 @@ pub(crate) struct Attention {
 impl Attention {
     /// `[batch, local tokens, width]` to the same shape; the other ranks' keys and values come through the context.
     pub(crate) fn forward(&self, x_bsw: &Tensor, rope: &Rope, context: &CpContext) -> Result<Tensor> {
-        let q_bshd = self.heads(&self.query.forward(x_bsw)?)?;
-        let k_bshd = self.heads(&self.key.forward(x_bsw)?)?;
+        let q_bshd = self.query.heads(x_bsw, self.head_dim)?;
+        let k_bshd = self.key.heads(x_bsw, self.head_dim)?;
         let v_bshd = match &self.value {
-            Some(value) => self.heads(&value.forward(x_bsw)?)?,
+            Some(value) => value.heads(x_bsw, self.head_dim)?,
             None => k_bshd.clone(),
         };
         let q_bshd = rope.apply(&self.query_norm.forward(&q_bshd)?)?;
@@ -42,10 +42,5 @@ impl Attention {
         let out_bhsd = context.attend(&q_bhsd, &k_bhsd, &v_bhsd, &self.rule, SCALE)?;
         let out_bsw = out_bhsd.transpose(1, 2)?.flatten_from(D::Minus2)?;
         Ok(self.output.forward(&out_bsw)?)
-    }
-
-    fn heads(&self, x_bsw: &Tensor) -> candle_core::Result<Tensor> {
-        let (batch, tokens, width) = x_bsw.dims3()?;
-        x_bsw.reshape((batch, tokens, width / self.head_dim, self.head_dim))
     }
 }

@@ -32,6 +32,7 @@ mod config;
 mod decoder;
 mod embed;
 mod error;
+mod fused;
 mod layer;
 mod linear;
 mod mlp;

@@ -1,6 +1,7 @@
 //! A projection.
 
-use candle_core::{Result, Tensor};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, MetalStorage, Result, Shape, Tensor};
 
 /// `x W^T + b` over the last dimension.
 #[derive(Debug, Clone)]
@@ -12,18 +13,103 @@ pub(crate) struct Linear {
 impl Linear {
     /// `[.., inputs]` to `[.., outputs]`.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (outputs, inputs) = self.weight_oi.dims2()?;
-        let mut dims = x.dims().to_vec();
-        // One matrix product over all rows: a batched one would copy the weight for every batch row.
-        let rows = x.elem_count() / inputs;
-        let y = x.reshape((rows, inputs))?.matmul(&self.weight_oi.t()?)?;
-        let y = match &self.bias_o {
-            Some(bias_o) => y.broadcast_add(bias_o)?,
-            None => y,
+        let outputs = self.weight_oi.dim(0)?;
+        self.project(x, &[outputs])
+    }
+
+    /// `[.., inputs]` to `[.., heads, head size]`.
+    pub(crate) fn heads(&self, x: &Tensor, head_dim: usize) -> Result<Tensor> {
+        let heads = self.weight_oi.dim(0)? / head_dim;
+        self.project(x, &[heads, head_dim])
+    }
+
+    /// The last dimension becomes `outputs`, whose product is the number of outputs.
+    fn project(&self, x: &Tensor, outputs: &[usize]) -> Result<Tensor> {
+        let (_, inputs) = self.weight_oi.dims2()?;
+        let leading = match x.dims() {
+            [leading @ .., last] if *last == inputs => leading,
+            dims => candle_core::bail!("a projection of {inputs} inputs got {dims:?}"),
         };
-        if let Some(last) = dims.last_mut() {
-            *last = outputs;
+        let shape = Shape::from([leading, outputs].concat());
+        let y = x.contiguous()?.apply_op2(&self.weight_oi.contiguous()?, Project { shape })?;
+        match &self.bias_o {
+            Some(bias_o) => y.broadcast_add(&bias_o.reshape(outputs)?),
+            None => Ok(y),
         }
-        y.reshape(dims)
+    }
+}
+
+/// One matrix product over all rows, in the shape that is wanted: as an operation of its own it leaves out the
+/// reshapes and the transposed weight, each of which costs passes over memory in the backward pass.
+struct Project {
+    shape: Shape,
+}
+
+impl Project {
+    fn forward<S: BackendStorage>(&self, x: &S, lx: &Layout, w: &S, lw: &Layout) -> Result<(S, Shape)> {
+        let (outputs, inputs) = lw.shape().dims2()?;
+        let rows = lx.shape().elem_count() / inputs;
+        let x_layout = Layout::contiguous_with_offset((rows, inputs), lx.start_offset());
+        let w_layout = Layout::contiguous_with_offset((outputs, inputs), lw.start_offset()).transpose(0, 1)?;
+        let y = x.matmul(w, (1, rows, outputs, inputs), &x_layout, &w_layout)?;
+        Ok((y, self.shape.clone()))
+    }
+}
+
+impl CustomOp2 for Project {
+    fn name(&self) -> &'static str {
+        "project"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, lx: &Layout, w: &CpuStorage, lw: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.forward(x, lx, w, lw)
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, lx: &Layout, w: &CudaStorage, lw: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.forward(x, lx, w, lw)
+    }
+
+    fn metal_fwd(&self, x: &MetalStorage, lx: &Layout, w: &MetalStorage, lw: &Layout) -> Result<(MetalStorage, Shape)> {
+        self.forward(x, lx, w, lw)
+    }
+
+    fn bwd(&self, x: &Tensor, w: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let (outputs, inputs) = w.dims2()?;
+        let rows = x.elem_count() / inputs;
+        let grad_ro = grad.reshape((rows, outputs))?;
+        let x_ri = x.reshape((rows, inputs))?;
+        let x_grad = grad_ro.matmul(&w.detach())?.reshape(x.shape())?;
+        let w_grad = grad_ro.t()?.matmul(&x_ri.detach())?;
+        Ok((Some(x_grad), Some(w_grad)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Var};
+
+    use super::*;
+    use crate::fused::testing::{assert_close, random};
+
+    #[test]
+    fn projections_agree_with_plain_products() -> Result<()> {
+        let x = Var::from_tensor(&random(&[2, 3, 5], DType::F64, 1)?)?;
+        let weight = Var::from_tensor(&random(&[8, 5], DType::F64, 2)?)?;
+        let bias = Var::from_tensor(&random(&[8], DType::F64, 3)?)?;
+        let grad = random(&[2, 3, 4, 2], DType::F64, 4)?;
+        let linear = Linear { weight_oi: weight.as_tensor().clone(), bias_o: Some(bias.as_tensor().clone()) };
+        let found = linear.heads(&x, 2)?;
+        let plain = x.reshape((6, 5))?.matmul(&weight.t()?)?.broadcast_add(&bias)?.reshape((2, 3, 4, 2))?;
+        assert_close("y", &found, &plain, 1e-12)?;
+        assert_close("y", &linear.forward(&x)?.reshape((2, 3, 4, 2))?, &plain, 1e-12)?;
+        let gradients = |y: &Tensor| (y * &grad)?.sum_all()?.backward();
+        let (found, plain) = (gradients(&found)?, gradients(&plain)?);
+        for var in [&x, &weight, &bias] {
+            assert_close("gradient", found.get(var).unwrap(), plain.get(var).unwrap(), 1e-12)?;
+        }
+        let swapped = x.transpose(0, 1)?;
+        assert_close("y", &linear.forward(&swapped)?, &linear.forward(&swapped.contiguous()?)?, 0.0)?;
+        assert!(linear.forward(&weight.t()?).unwrap_err().to_string().contains("5 inputs got [5, 8]"));
+        Ok(())
     }
 }

@@ -2,9 +2,11 @@
 
 use candle_core::{D, DType, Result, Tensor};
 
+use crate::fused;
+
 /// `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in f32 (f64 for f64 input).
 ///
-/// Put together from plain operations: candle-nn's fused norm has no backward pass.
+/// candle-nn's norms are not used: some of them have no backward pass.
 #[derive(Debug, Clone)]
 pub(crate) struct RmsNorm {
     /// Plain multiplier, not `1 + weight`; `None` for none.
@@ -14,6 +16,13 @@ pub(crate) struct RmsNorm {
 
 impl RmsNorm {
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match fused::applies(x) {
+            true => fused::rms_norm(x, self.weight.as_ref(), self.eps),
+            false => self.composed(x),
+        }
+    }
+
+    fn composed(&self, x: &Tensor) -> Result<Tensor> {
         let dtype = wide(x.dtype());
         let x_wide = x.to_dtype(dtype)?;
         let mean_square = (x_wide.sqr()?.mean_keepdim(D::Minus1)? + self.eps)?;
@@ -31,5 +40,55 @@ pub(crate) fn wide(dtype: DType) -> DType {
     match dtype {
         DType::F64 => DType::F64,
         _ => DType::F32,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+    use crate::fused::testing::{assert_close, random};
+
+    #[test]
+    fn one_pass_and_composed_norms_agree_with_their_gradients() -> Result<()> {
+        // More rows than one parallel task takes, and widths with and without a rest over the vector lanes.
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 2e-5)] {
+            for (rows, width) in [(700, 33), (3, 16), (1200, 48), (2, 1)] {
+                let x = Var::from_tensor(&random(&[2, rows, width], dtype, 1)?)?;
+                let weight = Var::from_tensor(&random(&[width], dtype, 2)?)?;
+                let grad = random(&[2, rows, width], dtype, 3)?;
+                for weight in [Some(weight), None] {
+                    let norm = RmsNorm { weight: weight.as_ref().map(|w| w.as_tensor().clone()), eps: 0.1 };
+                    let (fused, composed) = (norm.forward(&x)?, norm.composed(&x)?);
+                    assert_close("y", &fused, &composed, tolerance)?;
+                    let gradients = |y: &Tensor| (y * &grad)?.sum_all()?.backward();
+                    let (fused, composed) = (gradients(&fused)?, gradients(&composed)?);
+                    assert_close("dx", fused.get(&x).unwrap(), composed.get(&x).unwrap(), tolerance)?;
+                    if let Some(weight) = &weight {
+                        let (fused, composed) = (fused.get(weight).unwrap(), composed.get(weight).unwrap());
+                        assert_close("dw", fused, composed, 10.0 * tolerance)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn strided_input_is_normed_in_place_order() -> Result<()> {
+        let x = random(&[4, 6], DType::F64, 5)?;
+        let norm = RmsNorm { weight: None, eps: 0.0 };
+        assert_close("y", &norm.forward(&x.t()?)?, &norm.forward(&x.t()?.contiguous()?)?, 0.0)
+    }
+
+    #[test]
+    fn a_row_of_zeros_has_finite_gradients() -> Result<()> {
+        let x = Var::zeros((1, 8), DType::F32, &Device::Cpu)?;
+        let norm = RmsNorm { weight: None, eps: 1e-6 };
+        let gradients = norm.forward(&x)?.sum_all()?.backward()?;
+        let row = gradients.get(&x).unwrap().flatten_all()?.to_vec1::<f32>()?;
+        assert!(row.iter().all(|value| (value - 1000.0).abs() < 0.1), "{row:?}");
+        Ok(())
     }
 }

@@ -61,31 +61,31 @@ impl Patches {
     }
 }
 
-/// Places of the patches of every `k` x `k` cell, cells row by row.
+/// Places of the patches of every `k` x `k` cell, cells row by row. The patches must fill a grid, each place once.
 fn pool(positions: &[Option<(u32, u32)>], k: usize) -> std::result::Result<Vec<Vec<u32>>, String> {
-    let real = positions.iter().flatten();
-    let width = real.clone().map(|&(x, _)| x as usize + 1).max().unwrap_or(0);
-    let height = real.map(|&(_, y)| y as usize + 1).max().unwrap_or(0);
-    if width % k != 0 || height % k != 0 {
+    let real = || positions.iter().flatten();
+    let width = real().map(|&(x, _)| x as usize + 1).max().unwrap_or(0);
+    let height = real().map(|&(_, y)| y as usize + 1).max().unwrap_or(0);
+    if !width.is_multiple_of(k) || !height.is_multiple_of(k) {
         return Err(format!(
             "its grid of {width} x {height} patches is not a multiple of vision_config.pooling_kernel_size {k}"
         ));
     }
-    let mut cells = vec![Vec::with_capacity(k * k); (width / k).saturating_mul(height / k)];
+    let count = real().count();
+    if count != width.saturating_mul(height) {
+        return Err(format!("its grid of {width} x {height} patches is made of {count} patches"));
+    }
+    let mut seen = vec![false; count];
+    let mut cells = vec![Vec::with_capacity(k * k); (width / k) * (height / k)];
     for (place, position) in positions.iter().enumerate() {
-        if let Some((x, y)) = position {
-            cells[*x as usize / k + (width / k) * (*y as usize / k)].push(place as u32);
+        if let Some((x, y)) = position.map(|(x, y)| (x as usize, y as usize)) {
+            if std::mem::replace(&mut seen[x + width * y], true) {
+                return Err(format!("two of its patches are at ({x}, {y})"));
+            }
+            cells[x / k + (width / k) * (y / k)].push(place as u32);
         }
     }
-    match cells.iter().position(|cell| cell.len() != k * k) {
-        None => Ok(cells),
-        Some(cell) => Err(format!(
-            "its grid of {width} x {height} patches has holes or doubles: soft token {cell} would be the mean of {} \
-             patches, not {}",
-            cells[cell].len(),
-            k * k
-        )),
-    }
+    Ok(cells)
 }
 
 #[cfg(test)]
@@ -112,9 +112,9 @@ mod tests {
         assert!(pool(&grid(3, 2), 2).unwrap_err().contains("3 x 2 patches is not a multiple"));
         let mut hole = grid(4, 2);
         hole[2] = None;
-        assert!(pool(&hole, 2).unwrap_err().contains("soft token 1 would be the mean of 3 patches, not 4"));
+        assert!(pool(&hole, 2).unwrap_err().contains("its grid of 4 x 2 patches is made of 7 patches"));
         let mut double = grid(2, 2);
         double[1] = Some((0, 0));
-        assert!(pool(&double, 2).unwrap_err().contains("has holes or doubles"));
+        assert!(pool(&double, 2).unwrap_err().contains("two of its patches are at (0, 0)"));
     }
 }

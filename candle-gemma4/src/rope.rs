@@ -2,6 +2,7 @@
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
+use crate::fused;
 use crate::norm::wide;
 
 /// Cosines and sines of every token, for heads whose dimensions are cut into one section per axis. In a section of
@@ -38,6 +39,13 @@ impl Rope {
 
     /// Turns the heads of `x [batch, tokens, heads, head size]`.
     pub(crate) fn apply(&self, x_bshd: &Tensor) -> Result<Tensor> {
+        match fused::applies(x_bshd) {
+            true => fused::rotate(x_bshd, &self.cos_bsd, &self.signed_sin_bsd, self.sections),
+            false => self.composed(x_bshd),
+        }
+    }
+
+    fn composed(&self, x_bshd: &Tensor) -> Result<Tensor> {
         let turned = x_bshd.broadcast_mul(&self.cos_bsd.unsqueeze(2)?)?;
         let swapped = swap_halves(x_bshd, self.sections)?;
         turned + swapped.broadcast_mul(&self.signed_sin_bsd.unsqueeze(2)?)?
@@ -69,4 +77,48 @@ fn swap_halves(x: &Tensor, sections: usize) -> Result<Tensor> {
         parts.push(x.narrow(D::Minus1, 2 * section * half, half)?);
     }
     Tensor::cat(&parts, D::Minus1)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Var;
+
+    use super::*;
+    use crate::fused::testing::{assert_close, random};
+
+    #[test]
+    fn one_pass_and_composed_ropes_agree_with_their_gradients() -> Result<()> {
+        let device = &Device::Cpu;
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
+            for (axes, head_dim) in [(1, 6), (2, 12)] {
+                let dims = [2, 400, 3, head_dim];
+                let positions: Vec<u32> = (0..800).map(|token| token * 7 % 93).collect();
+                let positions = Tensor::from_vec(positions, (2, 400), device)?;
+                let axes: Vec<Tensor> = (0..axes).map(|axis| &positions + axis as f64).collect::<Result<_>>()?;
+                let rope = Rope::new(&axes, &[0.7, 0.05, 0.0][..head_dim / axes.len() / 2], dtype, device)?;
+                let x = Var::from_tensor(&random(&dims, dtype, 1)?)?;
+                let grad = random(&dims, dtype, 2)?;
+                let (fused, composed) = (rope.apply(&x)?, rope.composed(&x)?);
+                assert_close("y", &fused, &composed, tolerance)?;
+                let gradient =
+                    |y: &Tensor| -> Result<Tensor> { Ok((y * &grad)?.sum_all()?.backward()?.get(&x).unwrap().clone()) };
+                assert_close("dx", &gradient(&fused)?, &gradient(&composed)?, tolerance)?;
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn dimensions_turn_in_pairs_across_the_halves_of_a_section() -> Result<()> {
+        let device = &Device::Cpu;
+        let at = |position: u32| Tensor::new(&[[position]], device);
+        let x = Tensor::new(&[1.0f64, 0.0, 0.0, 2.0, 0.0, 3.0, 1.0, 0.0], device)?.reshape((1, 1, 1, 8))?;
+        let rope = Rope::new(&[at(2)?, at(3)?], &[1.0, 0.5], DType::F64, device)?;
+        let (s, c) = (f64::sin, f64::cos);
+        let expected = [c(2.0), -2.0 * s(1.0), s(2.0), 2.0 * c(1.0), -s(3.0), 3.0 * c(1.5), c(3.0), 3.0 * s(1.5)];
+        let expected = Tensor::new(&expected, device)?.reshape((1, 1, 1, 8))?;
+        assert_close("y", &rope.apply(&x)?, &expected, 1e-12)?;
+        let sines = Tensor::new(&[s(2.0), s(1.0), s(2.0), s(1.0), s(3.0), s(1.5), s(3.0), s(1.5)], device)?;
+        assert_close("sin", &rope.sin()?.flatten_all()?, &sines, 1e-12)
+    }
 }

@@ -2,41 +2,61 @@
 
 mod support;
 
+use std::path::{Path, PathBuf};
+
 use candle_core::{DType, Device};
 use candle_gemma4::{Config, Weights};
-use support::{Case, Run, assert_forward, assert_gradients, checkpoint, run};
+use support::{Case, assert_forward, assert_gradients, checkpoint, fixture, run, variant};
 
-fn run_case(name: &str) -> (Case, Run) {
-    let config = Config::from_folder(&checkpoint()).unwrap();
-    let weights = Weights::load(&checkpoint(), &config, DType::F32, &Device::Cpu).unwrap();
-    let case = Case::load(&format!("gemma4-dense/goldens/{name}.safetensors"));
+/// Runs a case and compares the forward pass, and every gradient if a file with gradients is given.
+fn assert_golden(model: &Path, case: &Path, gradients: Option<&Path>) {
+    let config = Config::from_folder(model).unwrap();
+    let weights = Weights::load(model, &config, DType::F32, &Device::Cpu).unwrap();
+    let case = Case::load(case);
     let run = run(&config, &weights, &case);
     assert_forward(&run, &case);
-    (case, run)
+    if let Some(gradients) = gradients {
+        assert_gradients(&run, &Case::load(gradients).tensors);
+    }
 }
 
-fn assert_golden_gradients(name: &str) {
-    let (_, run) = run_case(name);
-    let golden = Case::load(&format!("gemma4-dense/goldens/{name}.grads.safetensors"));
-    assert_gradients(&run, &golden.tensors);
+fn golden(name: &str) -> PathBuf {
+    fixture("gemma4-dense/goldens").join(format!("{name}.safetensors"))
+}
+
+fn assert_variant(name: &str) {
+    let folder = variant(name);
+    assert_golden(&folder, &folder.join("case.safetensors"), Some(&folder.join("grads.safetensors")));
 }
 
 #[test]
 fn text() {
-    run_case("case1_text");
+    assert_golden(&checkpoint(), &golden("case1_text"), None);
 }
 
 #[test]
-fn images_with_gradients() {
-    assert_golden_gradients("case2_images");
+fn images() {
+    assert_golden(&checkpoint(), &golden("case2_images"), Some(&golden("case2_images.grads")));
 }
 
 #[test]
 fn padded_rows() {
-    run_case("case3_padded");
+    assert_golden(&checkpoint(), &golden("case3_padded"), None);
 }
 
 #[test]
-fn packed_documents_with_gradients() {
-    assert_golden_gradients("case4_packed");
+fn packed_documents() {
+    assert_golden(&checkpoint(), &golden("case4_packed"), Some(&golden("case4_packed.grads")));
+}
+
+/// Biases, an untied head, no soft cap, causal images, other constants everywhere.
+#[test]
+fn unusual_settings() {
+    assert_variant("untied");
+}
+
+/// Values of their own on full layers, whose key heads are then those of the sliding layers.
+#[test]
+fn separate_values() {
+    assert_variant("separate_values");
 }

@@ -15,8 +15,7 @@ use crate::report::{Comparison, Report, compare};
 use crate::tolerance::of_attention_tensor;
 
 /// Tensors of an attention case that are inputs.
-const GIVEN: [&str; 10] =
-    ["q", "k", "v", "dout", "q_pos", "k_pos", "q_doc", "k_doc", "q_group", "k_group"];
+const GIVEN: [&str; 10] = ["q", "k", "v", "dout", "q_pos", "k_pos", "q_doc", "k_doc", "q_group", "k_group"];
 /// Results that a case can hold.
 const RESULTS: [&str; 6] = ["mask", "out", "lse", "dq", "dk", "dv"];
 
@@ -222,8 +221,9 @@ fn positions_agree(tokens: &Tokens, row: &Coordinates) -> bool {
 
 fn index_entry(path: &Path) -> Result<Entry> {
     let index_path = path.with_file_name("index.json");
-    let text = std::fs::read_to_string(&index_path)
-        .with_context(|| format!("cannot read {}, which holds kind, window and scale of the case", index_path.display()))?;
+    let text = std::fs::read_to_string(&index_path).with_context(|| {
+        format!("cannot read {}, which holds kind, window and scale of the case", index_path.display())
+    })?;
     let index: Index = serde_json::from_str(&text).with_context(|| format!("{} is malformed", index_path.display()))?;
     let file = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let listed: Vec<String> = index.cases.iter().map(|case| case.file.clone()).collect();

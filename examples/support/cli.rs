@@ -44,6 +44,18 @@ pub struct Arguments {
     pub dump: Option<PathBuf>,
 }
 
+/// The error and its causes in one line, each said once.
+pub fn explain(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if !text.contains(&cause) {
+            let colon = if text.is_empty() { "" } else { ": " };
+            text = format!("{text}{colon}{cause}");
+        }
+    }
+    text
+}
+
 impl Arguments {
     /// Runs what was asked for and prints the tables to `out`. True if everything is within its tolerance.
     ///
@@ -64,8 +76,7 @@ impl Arguments {
             bail!("{} holds inputs only, nothing to compare with; --dump FILE writes the results", case_path.display());
         }
         let reference = self.grads.as_deref().map(read_tensors).transpose()?;
-        let settings =
-            Settings { ranks: self.cp.into(), layout: self.layout, gradients: reference.is_some() };
+        let settings = Settings { ranks: self.cp.into(), layout: self.layout, gradients: reference.is_some() };
         let computed = Checkpoint::load(checkpoint)?.run(&case, &settings)?;
         if let Some(path) = &self.dump {
             let mut all = case.given();

@@ -154,7 +154,11 @@ impl Report {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let width = self.comparisons.iter().map(|c| c.name.len()).max().unwrap_or(0).max(6);
-        writeln!(f, "{:width$}  {:>9}  {:>9}  {:>9}  {:>9}  result", "tensor", "entries", "max abs", "max rel", "allowed")?;
+        writeln!(
+            f,
+            "{:width$}  {:>9}  {:>9}  {:>9}  {:>9}  result",
+            "tensor", "entries", "max abs", "max rel", "allowed"
+        )?;
         for c in &self.comparisons {
             let line = (&c.name, c.compared, c.max_abs, c.max_rel, c.allowed);
             write!(f, "{:width$}  {:>9}  {:>9.2e}  {:>9.2e}  {:>9.2e}  ", line.0, line.1, line.2, line.3, line.4)?;

@@ -83,10 +83,11 @@ impl World {
     /// The next message from `wait.peer`, checked against the tag and what was expected.
     pub fn receive(&self, wait: &Wait) -> Result<Tensor> {
         let message = self.wait_for(wait, |state| {
-            let queue = state.queues.get_mut(&(wait.peer, wait.rank))?;
-            queue.pop_front()
+            let message = state.queues.get_mut(&(wait.peer, wait.rank))?.pop_front()?;
+            // Under the lock: between a sender's look at the flag and its sleep, the wake-up would be lost.
+            message.taken.store(true, Ordering::Release);
+            Some(message)
         })?;
-        message.taken.store(true, Ordering::Release);
         self.changed.notify_all();
         check_message(wait, &message)?;
         Ok(message.tensor)

@@ -260,11 +260,11 @@ fn check_layer(index: usize, layer: &LayerConfig, heads: usize, layers: &[LayerC
         value: value.to_string(),
         reason,
     };
-    if layer.head_dim % 2 != 0 {
+    if !layer.head_dim.is_multiple_of(2) {
         let reason = format!("the head size of layer {index} must be even, because dimensions turn in pairs");
         return Err(refuse("head_dim", layer.head_dim, reason));
     }
-    if heads % layer.num_key_value_heads != 0 {
+    if !heads.is_multiple_of(layer.num_key_value_heads) {
         let key_heads = layer.num_key_value_heads;
         let reason = format!("must be a multiple of the {key_heads} key heads of layer {index}");
         return Err(refuse("num_attention_heads", heads, reason));

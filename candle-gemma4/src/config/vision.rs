@@ -76,11 +76,11 @@ impl VisionConfig {
             standardize: fields.flag("standardize", false)?,
             initializer_range: fields.positive_if_present("initializer_range")?.unwrap_or(0.02),
         };
-        if config.head_dim % 4 != 0 {
+        if !config.head_dim.is_multiple_of(4) {
             let reason = "must be a multiple of 4: each half of a head turns in pairs";
             return Err(fields.refuse("head_dim", reason));
         }
-        if config.num_attention_heads % config.num_key_value_heads != 0 {
+        if !config.num_attention_heads.is_multiple_of(config.num_key_value_heads) {
             let reason = format!("must be a multiple of num_key_value_heads {}", config.num_key_value_heads);
             return Err(fields.refuse("num_attention_heads", reason));
         }

@@ -8,8 +8,14 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_cp::{CpContext, Tokens};
 use candle_gemma4::{Config, Inputs, Model, Weights};
 
+/// A file or folder in the workspace's fixtures.
 pub fn fixture(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures").join(path)
+}
+
+/// The folder of a tiny model whose settings are unlike the released ones.
+pub fn variant(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/variants").join(name)
 }
 
 /// The tiny checkpoint's folder.
@@ -49,8 +55,8 @@ pub struct Case {
 }
 
 impl Case {
-    pub fn load(path: &str) -> Self {
-        Self { tensors: candle_core::safetensors::load(fixture(path), &Device::Cpu).unwrap() }
+    pub fn load(path: &Path) -> Self {
+        Self { tensors: candle_core::safetensors::load(path, &Device::Cpu).unwrap() }
     }
 
     pub fn get(&self, name: &str) -> &Tensor {

@@ -1,0 +1,94 @@
+//! Attention forward and backward on the CPU under Gemma masks; one JSON line per shape.
+//!
+//! The shapes, masks and flop counts are those of `benchmarks/compare_torch.py`, which runs this beside PyTorch:
+//! a row of S tokens, two documents cut at S / 3; with a window also two image blocks of 256 tokens, at 64 and at S / 2.
+//! Forward counts 4 * live pairs * D * heads, forward + backward 3.5 times that. Best of three.
+//!
+//! `cargo run --release -p candle-cp --example bench_attention -- [--threads N] [--dtypes f32,bf16] [--only INDEX]`
+
+use candle_core::{DType, Device, Tensor, Var};
+use candle_cp::{CpContext, MaskRule, Result, Tokens};
+use std::time::Instant;
+
+/// S, D, query heads, key heads, window (0: none).
+const SHAPES: [(usize, usize, usize, usize, usize); 4] =
+    [(2048, 256, 8, 4, 1024), (2048, 512, 8, 2, 0), (4096, 256, 8, 4, 1024), (4096, 512, 8, 2, 0)];
+
+fn best(mut f: impl FnMut() -> Result<()>) -> Result<f64> {
+    f()?;
+    let mut best = f64::INFINITY;
+    for _ in 0..3 {
+        let start = Instant::now();
+        f()?;
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    Ok(best)
+}
+
+fn tokens(s: usize) -> Result<Tokens> {
+    let document = |i: usize| i64::from(i >= s / 3);
+    let group = |i: usize| match i {
+        _ if (64..320).contains(&i) => 0,
+        _ if (s / 2..s / 2 + 256).contains(&i) => 1,
+        _ => -1,
+    };
+    Tokens::new(vec![(0..s).map(document).collect()], vec![(0..s).map(group).collect()])
+}
+
+fn shape(dtype: DType, (s, d, hq, hkv, window): (usize, usize, usize, usize, usize)) -> Result<String> {
+    let rule = if window > 0 { MaskRule::sliding(window).with_groups() } else { MaskRule::causal() };
+    let tokens = tokens(s)?;
+    let start = Instant::now();
+    let plan = CpContext::single(tokens.clone())?.plan(&rule)?;
+    let planning = start.elapsed().as_secs_f64();
+    let context = CpContext::single(tokens)?;
+    let random = |h: usize| Tensor::randn(0f32, 1.0, (1, h, s, d), &Device::Cpu)?.to_dtype(dtype);
+    let (q, k, v, g) = (random(hq)?, random(hkv)?, random(hkv)?, random(hq)?);
+    let scale = 1.0 / (d as f64).sqrt();
+    let forward = best(|| context.attend(&q, &k, &v, &rule, scale).map(drop))?;
+    let [q, k, v] = [q, k, v].map(|x| Var::from_tensor(&x).expect("a float tensor"));
+    let both = best(|| {
+        let out = context.attend(&q, &k, &v, &rule, scale)?;
+        // The gradient of sum(out * g) is g: the operator's own backward is all that runs.
+        out.mul(&g)?.sum_all()?.backward()?;
+        Ok(())
+    })?;
+    let live = plan.live_pairs()[0];
+    let flops = 4.0 * live as f64 * (d * hq) as f64;
+    Ok(format!(
+        "{{\"S\": {s}, \"D\": {d}, \"heads\": [{hq}, {hkv}], \"window\": {window}, \"dtype\": \"{}\", \"live\": {:.3}, \
+         \"plan_s\": {planning:.6}, \"fwd\": {{\"s\": {forward:.5}, \"gflops\": {:.1}}}, \
+         \"fwd_bwd\": {{\"s\": {both:.5}, \"gflops\": {:.1}}}}}",
+        if dtype == DType::F32 { "float32" } else { "bfloat16" },
+        live as f64 / (s * s) as f64,
+        flops / forward / 1e9,
+        3.5 * flops / both / 1e9,
+    ))
+}
+
+fn flag(name: &str) -> Option<String> {
+    let args: Vec<String> = std::env::args().collect();
+    args.iter().position(|a| a == name).and_then(|i| args.get(i + 1).cloned())
+}
+
+fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
+    let threads = flag("--threads").map_or(Ok(2), |n| n.parse())?;
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build_global()?;
+    let x = Tensor::randn(0f32, 1.0, (2048, 2048), &Device::Cpu)?;
+    let seconds = best(|| Ok(x.matmul(&x).map(drop)?))?;
+    println!("{{\"matmul_f32_gflops\": {:.1}}}", 2.0 * 2048f64.powi(3) / seconds / 1e9);
+    let only = flag("--only").map(|n| n.parse::<usize>()).transpose()?;
+    for dtype in flag("--dtypes").unwrap_or("f32".into()).split(',') {
+        let dtype = match dtype {
+            "f32" => DType::F32,
+            "bf16" => DType::BF16,
+            other => return Err(format!("--dtypes is {other}, but f32 and bf16 are measured").into()),
+        };
+        for (i, &case) in SHAPES.iter().enumerate() {
+            if only.is_none_or(|n| n == i) {
+                println!("{}", shape(dtype, case)?);
+            }
+        }
+    }
+    Ok(())
+}

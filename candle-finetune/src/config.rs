@@ -1,0 +1,267 @@
+//! Settings of a run. Every one is a flag; checks name the flag, the value, what is allowed and what to do.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use candle_cp::LayoutKind;
+
+use crate::error::{Error, Result};
+use crate::optimizer::AdamWConfig;
+
+/// Most ranks that one process may start as threads.
+const MAX_RANKS: usize = 64;
+/// Longest row.
+const MAX_SEQ_LEN: usize = 1 << 24;
+
+/// Settings of a run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// `--cp`: ranks that share every sequence.
+    pub cp: usize,
+    /// `--layout`: which tokens each rank owns.
+    pub layout: LayoutKind,
+    /// `--steps`: optimizer steps.
+    pub steps: usize,
+    /// `--seed`: of fresh weights and of the order of the data.
+    pub seed: u64,
+    /// `--model`: a checkpoint folder; `None` trains the small built-in model from nothing.
+    pub model: Option<PathBuf>,
+    /// `--data`: a JSONL file; `None` trains on the built-in digits.
+    pub data: Option<PathBuf>,
+    /// `--out`: folder for metrics, loss curve and the trained checkpoint.
+    pub out: PathBuf,
+    /// `--lr`: highest learning rate; `None` takes [`Config::DEFAULT_RATE_FRESH`] for fresh weights and
+    /// [`Config::DEFAULT_RATE_CHECKPOINT`] for a checkpoint.
+    pub lr: Option<f64>,
+    /// `--batch-rows`: rows of a batch.
+    pub batch_rows: usize,
+    /// `--seq-len`: tokens of a row.
+    pub seq_len: usize,
+    /// Betas, eps and weight decay.
+    pub optimizer: AdamWConfig,
+    /// Largest norm of the gradients; longer ones are scaled down.
+    pub max_grad_norm: f64,
+    /// Lowest learning rate at the end, as a share of the highest.
+    pub rate_floor: f64,
+    /// How often each held-out digit is read at the end, in other conversations each time; 0 leaves the test out.
+    pub held_out_rounds: usize,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            cp: 2,
+            layout: LayoutKind::HeadTail,
+            steps: 480,
+            seed: 0,
+            model: None,
+            data: None,
+            out: PathBuf::from("runs/finetune_gemma4"),
+            lr: None,
+            batch_rows: 4,
+            seq_len: 256,
+            optimizer: AdamWConfig::default(),
+            max_grad_norm: 1.0,
+            rate_floor: 0.05,
+            held_out_rounds: 2,
+        }
+    }
+}
+
+impl Config {
+    /// The flags that [`Config::set`] knows.
+    pub const FLAGS: [&str; 10] = [
+        "--cp",
+        "--layout",
+        "--steps",
+        "--seed",
+        "--model",
+        "--data",
+        "--out",
+        "--lr",
+        "--batch-rows",
+        "--seq-len",
+    ];
+    /// Learning rate of fresh weights, unless `--lr` is given.
+    pub const DEFAULT_RATE_FRESH: f64 = 3e-3;
+    /// Learning rate of a checkpoint, unless `--lr` is given.
+    pub const DEFAULT_RATE_CHECKPOINT: f64 = 1e-4;
+
+    /// Sets one flag from its text.
+    ///
+    /// # Errors
+    /// An unknown flag, or a value that is not of the flag's kind.
+    pub fn set(&mut self, flag: &str, value: &str) -> Result<()> {
+        match flag {
+            "--cp" => self.cp = parse("--cp", value, &count(MAX_RANKS))?,
+            "--layout" => self.layout = parse("--layout", value, &layouts())?,
+            "--steps" => self.steps = parse("--steps", value, "a whole number of at least 1")?,
+            "--seed" => self.seed = parse("--seed", value, "a whole number from 0 to 18446744073709551615")?,
+            "--model" => self.model = Some(PathBuf::from(value)),
+            "--data" => self.data = Some(PathBuf::from(value)),
+            "--out" => self.out = PathBuf::from(value),
+            "--lr" => self.lr = Some(parse("--lr", value, RATES)?),
+            "--batch-rows" => self.batch_rows = parse("--batch-rows", value, "a whole number of at least 1")?,
+            "--seq-len" => self.seq_len = parse("--seq-len", value, &count(MAX_SEQ_LEN))?,
+            other => {
+                return Err(Error::UnknownFlag { flag: other.to_string(), known: Self::FLAGS.join(", ") });
+            }
+        }
+        Ok(())
+    }
+
+    /// The highest learning rate.
+    pub fn rate(&self) -> f64 {
+        let default =
+            if self.model.is_some() { Self::DEFAULT_RATE_CHECKPOINT } else { Self::DEFAULT_RATE_FRESH };
+        self.lr.unwrap_or(default)
+    }
+
+    /// Checks values and their combination; nothing is read or written yet but the paths are looked at.
+    ///
+    /// # Errors
+    /// The first flag that cannot be used.
+    pub fn validate(&self) -> Result<()> {
+        let at_least_one = "a whole number of at least 1";
+        in_range("--cp", self.cp, MAX_RANKS, "ranks are threads of this process; 2 is a good start")?;
+        in_range("--seq-len", self.seq_len, MAX_SEQ_LEN, "a row has to hold the longest document")?;
+        if self.steps == 0 {
+            return Err(Error::flag("--steps", 0, at_least_one, "20 steps show whether a set-up works"));
+        }
+        if self.batch_rows == 0 {
+            return Err(Error::flag("--batch-rows", 0, at_least_one, "4 rows fit most machines"));
+        }
+        if let Some(rate) = self.lr.filter(|rate| !(*rate > 0.0 && *rate < 1.0)) {
+            let fix = format!("try {:e}", Self { lr: None, ..self.clone() }.rate());
+            return Err(Error::flag("--lr", rate, RATES, fix));
+        }
+        if let Some(data) = &self.data {
+            if self.model.is_none() {
+                let allowed = "a file beside --model DIR, whose tokenizer reads the text";
+                let fix = "give the checkpoint folder with --model, or leave --data out to train on the digits";
+                return Err(Error::flag("--data", data.display(), allowed, fix));
+            }
+            if !data.is_file() {
+                let fix = "check the path; see the documentation for the format of its lines";
+                return Err(Error::flag("--data", data.display(), "an existing JSONL file", fix));
+            }
+        }
+        match &self.model {
+            Some(model) if !model.join(candle_gemma4::CONFIG_FILE).is_file() => {
+                let allowed = "a folder with config.json, tokenizer.json and model.safetensors (or its index)";
+                let fix = "download the checkpoint first and give the folder, not a file in it";
+                Err(Error::flag("--model", model.display(), allowed, fix))
+            }
+            _ if self.out.exists() && !self.out.is_dir() => {
+                Err(Error::flag("--out", self.out.display(), "a folder, which is made if need be", "choose another name"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Learning rates, for messages.
+const RATES: &str = "a number above 0 and below 1, such as 3e-3";
+
+fn count(most: usize) -> String {
+    format!("a whole number from 1 to {most}")
+}
+
+fn layouts() -> String {
+    LayoutKind::ALL.map(|kind| kind.to_string()).join(" or ")
+}
+
+fn parse<T: FromStr>(flag: &'static str, value: &str, allowed: &str) -> Result<T> {
+    let example = match flag {
+        "--cp" => "--cp 2",
+        "--layout" => "--layout head-tail",
+        "--steps" => "--steps 100",
+        "--seed" => "--seed 0",
+        "--lr" => "--lr 1e-4",
+        "--batch-rows" => "--batch-rows 4",
+        _ => "--seq-len 256",
+    };
+    value.trim().parse().map_err(|_| Error::flag(flag, value, allowed, format!("write for example {example}")))
+}
+
+fn in_range(flag: &'static str, value: usize, most: usize, fix: &str) -> Result<()> {
+    match value {
+        value if (1..=most).contains(&value) => Ok(()),
+        value => Err(Error::flag(flag, value, count(most), fix)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_flag_is_set() -> Result<()> {
+        let mut config = Config::default();
+        let values = ["3", "contiguous", "7", "9", "m", "d.jsonl", "o", "2e-4", "5", "96"];
+        for (flag, value) in Config::FLAGS.iter().zip(values) {
+            config.set(flag, value)?;
+        }
+        let expected = Config {
+            cp: 3,
+            layout: LayoutKind::Contiguous,
+            steps: 7,
+            seed: 9,
+            model: Some("m".into()),
+            data: Some("d.jsonl".into()),
+            out: "o".into(),
+            lr: Some(2e-4),
+            batch_rows: 5,
+            seq_len: 96,
+            ..Config::default()
+        };
+        assert_eq!(config, expected);
+        Ok(())
+    }
+
+    #[test]
+    fn bad_values_name_flag_value_allowed_and_fix() {
+        for (flag, value, parts) in [
+            ("--cp", "two", ["\"two\"", "from 1 to 64", "--cp 2"]),
+            ("--cp", "-1", ["\"-1\"", "from 1 to 64", "--cp 2"]),
+            ("--cp", "0", ["\"0\"", "from 1 to 64", "2 is a good start"]),
+            ("--cp", "65", ["\"65\"", "from 1 to 64", "2 is a good start"]),
+            ("--layout", "zigzag", ["\"zigzag\"", "contiguous or head-tail", "--layout head-tail"]),
+            ("--steps", "0", ["\"0\"", "at least 1", "20 steps"]),
+            ("--steps", "1.5", ["\"1.5\"", "at least 1", "--steps 100"]),
+            ("--seed", "-3", ["\"-3\"", "18446744073709551615", "--seed 0"]),
+            ("--lr", "fast", ["\"fast\"", "above 0 and below 1", "--lr 1e-4"]),
+            ("--lr", "0", ["\"0\"", "above 0 and below 1", "try 3e-3"]),
+            ("--lr", "NaN", ["\"NaN\"", "above 0 and below 1", "try 3e-3"]),
+            ("--batch-rows", "0", ["\"0\"", "at least 1", "4 rows"]),
+            ("--seq-len", "0", ["\"0\"", "from 1 to 16777216", "longest document"]),
+            ("--data", "x.jsonl", ["\"x.jsonl\"", "beside --model DIR", "leave --data out"]),
+            ("--model", "no-such-folder", ["\"no-such-folder\"", "config.json", "download the checkpoint"]),
+            ("--out", "Cargo.toml", ["\"Cargo.toml\"", "a folder", "another name"]),
+        ] {
+            let mut config = Config::default();
+            let error = config.set(flag, value).and_then(|()| config.validate()).unwrap_err();
+            assert!(error.is_usage());
+            let text = error.to_string();
+            assert!(text.starts_with(&format!("{flag} {}", parts[0])), "{text}");
+            assert!(parts.iter().all(|part| text.contains(part)), "{flag} {value}: {text}");
+        }
+        let error = Config::default().set("--stpes", "3").unwrap_err().to_string();
+        assert!(error.starts_with("--stpes is no flag") && error.contains("--steps"), "{error}");
+    }
+
+    #[test]
+    fn data_needs_a_file_that_exists() {
+        let model = tempfile::tempdir().unwrap();
+        std::fs::write(model.path().join("config.json"), "{}").unwrap();
+        let config = Config {
+            model: Some(model.path().to_path_buf()),
+            data: Some("absent.jsonl".into()),
+            ..Config::default()
+        };
+        let error = config.validate().unwrap_err().to_string();
+        assert!(error.contains("--data \"absent.jsonl\": allowed is an existing JSONL file"), "{error}");
+        assert_eq!(Config { data: None, ..config.clone() }.validate().ok(), Some(()));
+        assert_eq!((config.rate(), Config::default().rate()), (1e-4, 3e-3));
+    }
+}

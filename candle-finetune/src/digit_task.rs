@@ -1,0 +1,283 @@
+//! Conversations about handwritten digits: several pictures, several turns.
+//!
+//! Each turn of the user but the last shows one to three pictures and asks to read them; the last one asks to repeat
+//! all digits so far, which only layers that look past the window can know.
+
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+use rand::{Rng, SeedableRng};
+
+use candle_gemma4::{Config, VisionConfig};
+
+use crate::digits::{Digit, Digits, SIDE};
+use crate::error::{Error, Result};
+use crate::picture::Picture;
+use crate::sample::{Part, Sample, Source};
+use crate::vocabulary::Vocabulary;
+
+/// Most turns with pictures in a conversation; there is at least one.
+const MAX_READ_TURNS: usize = 3;
+/// How often a turn shows 1, 2 and 3 pictures, out of 10.
+const PICTURES_OUT_OF_TEN: [usize; 3] = [5, 3, 2];
+/// Soft tokens per side of a picture: two, so that an image block has a before and an after.
+const SOFT_TOKENS_PER_SIDE: usize = 2;
+
+/// What a turn of the user asks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Question {
+    Read,
+    Repeat,
+}
+
+impl Question {
+    fn text(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Repeat => "repeat",
+        }
+    }
+
+    fn part(self) -> Part {
+        match self {
+            Self::Read => Part::Read,
+            Self::Repeat => Part::Repeat,
+        }
+    }
+}
+
+/// The task: digits, how to draw them for a model, and how to talk about them.
+#[derive(Debug, Clone)]
+pub struct DigitTask {
+    digits: Digits,
+    vocabulary: Vocabulary,
+    digit_ids: Vec<u32>,
+    side: usize,
+    soft_tokens: usize,
+}
+
+impl DigitTask {
+    /// Prepares the task for a model: pictures are drawn at a size that it takes.
+    ///
+    /// # Errors
+    /// The model has no vision tower, or the tokenizer has no token for a digit.
+    pub fn new(config: &Config, vocabulary: Vocabulary) -> Result<Self> {
+        let vision = config.vision.as_ref().ok_or_else(|| Error::Task {
+            task: "digits",
+            reason: "config.json has no vision_config; use a vision-language checkpoint, or give --data".to_string(),
+        })?;
+        let side = picture_side(vision);
+        let blank = Picture { width: side, height: side, rgb: vec![0; 3 * side * side] };
+        let soft_tokens = blank.soft_tokens(vision);
+        let soft_tokens = soft_tokens
+            .map_err(|reason| Error::Task { task: "digits", reason: format!("a digit's picture {reason}") })?;
+        let digit_ids = (0..10).map(|digit: u8| vocabulary.single(&digit.to_string(), "answers consist of digits"));
+        Ok(Self { digits: Digits::load()?, digit_ids: digit_ids.collect::<Result<_>>()?, vocabulary, side, soft_tokens })
+    }
+
+    /// Digits to train on and held out.
+    pub fn digits(&self) -> &Digits {
+        &self.digits
+    }
+
+    /// Endless conversations about the training digits: every digit comes once before any comes again.
+    pub fn training(&self, seed: u64) -> Conversations<'_> {
+        Conversations::new(self, &self.digits.train, seed, true)
+    }
+
+    /// Conversations about the held-out digits, each of which is shown once per epoch.
+    pub fn held_out(&self, seed: u64) -> Conversations<'_> {
+        Conversations::new(self, &self.digits.held_out, seed, false)
+    }
+
+    /// Tokens of the longest conversation; rows must not be shorter.
+    ///
+    /// # Errors
+    /// The tokenizer failed.
+    pub fn longest(&self) -> Result<usize> {
+        let digit = &self.digits.train[0];
+        let turns = vec![vec![digit; PICTURES_OUT_OF_TEN.len()]; MAX_READ_TURNS];
+        Ok(self.conversation(&turns)?.len())
+    }
+
+    fn conversation(&self, turns: &[Vec<&Digit>]) -> Result<Sample> {
+        let mut sample = Sample::default();
+        sample.push(&[self.vocabulary.bos]);
+        for digits in turns {
+            self.push_turns(&mut sample, Question::Read, digits)?;
+        }
+        self.push_turns(&mut sample, Question::Repeat, &turns.concat())?;
+        Ok(sample)
+    }
+
+    /// A turn of the user and the model's answer.
+    fn push_turns(&self, sample: &mut Sample, question: Question, digits: &[&Digit]) -> Result<()> {
+        sample.push(&self.vocabulary.open_turn("user")?);
+        if question == Question::Read {
+            for digit in digits {
+                sample.push(&self.vocabulary.image(self.soft_tokens));
+                sample.pictures.push(digit.picture(self.side));
+            }
+        }
+        sample.push(&self.vocabulary.encode(question.text())?);
+        sample.push(&[self.vocabulary.turn_close()]);
+        sample.push(self.vocabulary.newline());
+        sample.push(&self.vocabulary.open_turn("model")?);
+        for digit in digits {
+            sample.push_learned(&[self.digit_ids[usize::from(digit.value)]], question.part());
+        }
+        sample.push_learned(&[self.vocabulary.turn_close()], Part::End);
+        sample.push(self.vocabulary.newline());
+        Ok(())
+    }
+}
+
+/// The smallest side that is not below that of the table's images and gives two soft tokens.
+fn picture_side(vision: &VisionConfig) -> usize {
+    let unit = Picture::unit(vision);
+    unit * SIDE.div_ceil(unit).max(SOFT_TOKENS_PER_SIDE)
+}
+
+/// A stream of conversations.
+#[derive(Debug, Clone)]
+pub struct Conversations<'a> {
+    task: &'a DigitTask,
+    digits: &'a [Digit],
+    /// Digits left of this round, taken from the end.
+    deck: Vec<usize>,
+    endless: bool,
+    rng: StdRng,
+}
+
+impl<'a> Conversations<'a> {
+    fn new(task: &'a DigitTask, digits: &'a [Digit], seed: u64, endless: bool) -> Self {
+        let mut conversations = Self { task, digits, deck: Vec::new(), endless, rng: StdRng::seed_from_u64(seed) };
+        conversations.shuffle();
+        conversations
+    }
+
+    fn shuffle(&mut self) {
+        self.deck = (0..self.digits.len()).collect();
+        self.deck.shuffle(&mut self.rng);
+    }
+
+    fn draw(&mut self) -> Option<&'a Digit> {
+        if self.deck.is_empty() && self.endless {
+            self.shuffle();
+        }
+        self.deck.pop().map(|index| &self.digits[index])
+    }
+
+    fn picture_count(&mut self) -> usize {
+        let mut left = self.rng.random_range(0..PICTURES_OUT_OF_TEN.iter().sum());
+        let chosen = PICTURES_OUT_OF_TEN.iter().position(|&share| {
+            let inside = left < share;
+            left = left.saturating_sub(share);
+            inside
+        });
+        1 + chosen.expect("the number is below the sum of the shares")
+    }
+}
+
+impl Source for Conversations<'_> {
+    fn next_sample(&mut self) -> Result<Option<Sample>> {
+        let turn_count = self.rng.random_range(1..=MAX_READ_TURNS);
+        let mut turns = Vec::with_capacity(turn_count);
+        for _ in 0..turn_count {
+            let count = self.picture_count();
+            let digits: Vec<&Digit> = (0..count).map_while(|_| self.draw()).collect();
+            if !digits.is_empty() {
+                turns.push(digits);
+            }
+        }
+        if turns.is_empty() {
+            self.shuffle();
+            return Ok(None);
+        }
+        self.task.conversation(&turns).map(Some)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::small_model;
+
+    fn task() -> Result<DigitTask> {
+        let config = small_model::config()?;
+        let vocabulary = Vocabulary::from_json("built in", small_model::tokenizer_json().as_bytes(), &config)?;
+        DigitTask::new(&config, vocabulary)
+    }
+
+    fn text(task: &DigitTask, sample: &Sample) -> String {
+        sample.tokens.iter().map(|token| task.vocabulary.token(token.id)).collect()
+    }
+
+    #[test]
+    fn a_conversation_reads_turn_by_turn_and_repeats_at_the_end() -> Result<()> {
+        let task = task()?;
+        let digit = |value| task.digits.train.iter().find(|digit| digit.value == value).expect("all digits are there");
+        let sample = task.conversation(&[vec![digit(3), digit(8)], vec![digit(1)]])?;
+        let image = "<|image><|image|><|image|><|image|><|image|><image|>";
+        assert_eq!(
+            text(&task, &sample),
+            format!(
+                "<bos><|turn>user\n{image}{image}read<turn|>\n<|turn>model\n38<turn|>\n\
+                 <|turn>user\n{image}read<turn|>\n<|turn>model\n1<turn|>\n\
+                 <|turn>user\nrepeat<turn|>\n<|turn>model\n381<turn|>\n"
+            )
+        );
+        let learned = |part| {
+            let tokens = sample.tokens.iter().filter(|token| token.learned == Some(part));
+            tokens.map(|token| task.vocabulary.token(token.id)).collect::<String>()
+        };
+        assert_eq!(learned(Part::Read), "381");
+        assert_eq!(learned(Part::Repeat), "381");
+        assert_eq!(learned(Part::End), "<turn|><turn|><turn|>");
+        assert_eq!(learned(Part::Text), "");
+        assert_eq!(sample.pictures, [digit(3), digit(8), digit(1)].map(|digit| digit.picture(8)));
+        Ok(())
+    }
+
+    #[test]
+    fn equal_seeds_give_equal_streams_and_no_sample_is_too_long() -> Result<()> {
+        let task = task()?;
+        let longest = task.longest()?;
+        let take = |mut stream: Conversations<'_>| {
+            (0..200).map(|_| Ok(stream.next_sample()?.expect("endless"))).collect::<Result<Vec<_>>>()
+        };
+        let samples = take(task.training(5))?;
+        assert_eq!(samples, take(task.training(5))?);
+        assert_ne!(samples, take(task.training(6))?);
+        assert!(samples.iter().all(|sample| sample.len() <= longest));
+        Ok(())
+    }
+
+    #[test]
+    fn every_digit_is_shown_once_per_round() -> Result<()> {
+        let task = task()?;
+        let sorted = |mut pictures: Vec<Picture>| {
+            pictures.sort_by(|a, b| a.rgb.cmp(&b.rgb));
+            pictures
+        };
+        let expected = sorted(task.digits.held_out.iter().map(|digit| digit.picture(8)).collect());
+        let mut held_out = task.held_out(1);
+        for _ in 0..2 {
+            let mut pictures = Vec::new();
+            while let Some(sample) = held_out.next_sample()? {
+                pictures.extend(sample.pictures);
+            }
+            assert_eq!(sorted(pictures), expected);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn pictures_have_a_size_that_the_model_takes() -> Result<()> {
+        let mut vision = small_model::config()?.vision.expect("a vision tower");
+        for (patch, pool, side) in [(2, 2, 8), (4, 3, 24), (16, 3, 96), (1, 1, 8), (3, 1, 9)] {
+            (vision.patch_size, vision.pooling_kernel_size) = (patch, pool);
+            assert_eq!(picture_side(&vision), side);
+        }
+        Ok(())
+    }
+}

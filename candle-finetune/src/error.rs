@@ -1,0 +1,211 @@
+//! What can go wrong, as one documented enum.
+
+use std::fmt;
+use std::path::PathBuf;
+
+/// Result of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Errors name what was given, what is allowed, and what to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A tensor operation failed.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+
+    /// Sharding, an exchange between ranks, or a rank failed.
+    #[error(transparent)]
+    Cp(#[from] candle_cp::Error),
+
+    /// The model or its checkpoint.
+    #[error(transparent)]
+    Gemma(#[from] candle_gemma4::Error),
+
+    /// A flag has a value that cannot be used.
+    #[error("{flag} {value:?}: allowed is {allowed}; {fix}")]
+    Flag {
+        /// The flag, with its dashes.
+        flag: &'static str,
+        /// What was given.
+        value: String,
+        /// What is allowed.
+        allowed: String,
+        /// What to do about it.
+        fix: String,
+    },
+
+    /// There is no such flag.
+    #[error("{flag} is no flag of this recipe; the flags are {known}")]
+    UnknownFlag {
+        /// What was given.
+        flag: String,
+        /// All flags.
+        known: String,
+    },
+
+    /// A file could not be read or written.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// What was tried: `read`, `write`, ...
+        action: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The reason the system gave.
+        source: std::io::Error,
+    },
+
+    /// The tokenizer could not be loaded, or failed on a text.
+    #[error("tokenizer {what}: {reason}")]
+    Tokenizer {
+        /// The file, or what it stands for.
+        what: String,
+        /// The reason it gave.
+        reason: String,
+    },
+
+    /// The tokenizer and the model do not have a token that the recipe needs.
+    #[error("tokenizer {what}: {token} is not one token; {reason}")]
+    MissingToken {
+        /// The file, or what it stands for.
+        what: String,
+        /// The token's text or field.
+        token: String,
+        /// What it is needed for.
+        reason: &'static str,
+    },
+
+    /// The model cannot do the task.
+    #[error("this model cannot be trained on {task}: {reason}")]
+    Task {
+        /// The task.
+        task: &'static str,
+        /// What is missing.
+        reason: String,
+    },
+
+    /// Lines of a data file are wrong; nothing was trained.
+    #[error("{}: {} of {} lines cannot be used; nothing was trained{}", path.display(), faults.len(), lines, list(faults))]
+    Data {
+        /// The file.
+        path: PathBuf,
+        /// Lines that were checked, empty ones not counted.
+        lines: usize,
+        /// All faults, in order of their lines.
+        faults: Vec<LineFault>,
+    },
+
+    /// A data file without a sample.
+    #[error("{} has no sample; write one JSON object per line, such as {{\"prompt\": \"..\", \"completion\": \"..\"}}", path.display())]
+    EmptyData {
+        /// The file.
+        path: PathBuf,
+    },
+
+    /// The table of digits is damaged.
+    #[error("digits, line {line}: {reason}")]
+    Digits {
+        /// Line in the table, from 1.
+        line: usize,
+        /// What is wrong.
+        reason: String,
+    },
+
+    /// A sample is longer than a row.
+    #[error(
+        "a sample of {tokens} tokens does not fit a row of {seq_len}; raise --seq-len to at least {tokens} or shorten it"
+    )]
+    SampleTooLong {
+        /// Tokens of the sample.
+        tokens: usize,
+        /// Tokens of a row.
+        seq_len: usize,
+    },
+
+    /// The loss or a gradient is not a number any more.
+    #[error(
+        "step {step}: {what} is {value}; the weights of the last step were not saved. Lower --lr, and check that data and \
+         checkpoint are sound if it happens in the first steps"
+    )]
+    NotFinite {
+        /// The step, from 1.
+        step: usize,
+        /// The loss, or the gradient of a named parameter.
+        what: String,
+        /// Its value.
+        value: f64,
+    },
+
+    /// The picture of the loss curve could not be drawn.
+    #[error("cannot draw {}: {reason}", path.display())]
+    Plot {
+        /// The file.
+        path: PathBuf,
+        /// The reason the drawing library gave.
+        reason: String,
+    },
+}
+
+impl Error {
+    pub(crate) fn flag(
+        flag: &'static str,
+        value: impl ToString,
+        allowed: impl Into<String>,
+        fix: impl Into<String>,
+    ) -> Self {
+        Self::Flag { flag, value: value.to_string(), allowed: allowed.into(), fix: fix.into() }
+    }
+
+    /// True if the user's input has to change: a flag, the data, the checkpoint.
+    pub fn is_usage(&self) -> bool {
+        match self {
+            Self::Flag { .. }
+            | Self::UnknownFlag { .. }
+            | Self::Tokenizer { .. }
+            | Self::MissingToken { .. }
+            | Self::Task { .. }
+            | Self::Data { .. }
+            | Self::EmptyData { .. }
+            | Self::SampleTooLong { .. } => true,
+            Self::Gemma(error) => !matches!(error, candle_gemma4::Error::Candle(_) | candle_gemma4::Error::Cp(_)),
+            Self::Candle(_)
+            | Self::Cp(_)
+            | Self::Io { .. }
+            | Self::Digits { .. }
+            | Self::NotFinite { .. }
+            | Self::Plot { .. } => false,
+        }
+    }
+}
+
+/// Turns a system error into [`Error::Io`].
+pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Error {
+    let path = path.into();
+    move |source| Error::Io { action, path, source }
+}
+
+/// One line of a data file that cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LineFault {
+    /// Line in the file, from 1; empty lines count.
+    pub line: usize,
+    /// What is wrong and what is allowed.
+    pub reason: String,
+}
+
+impl fmt::Display for LineFault {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "line {}: {}", self.line, self.reason)
+    }
+}
+
+/// Faults that a message shows; the rest is counted.
+const SHOWN_FAULTS: usize = 20;
+
+fn list(faults: &[LineFault]) -> String {
+    let mut text: String = faults.iter().take(SHOWN_FAULTS).map(|fault| format!("\n  {fault}")).collect();
+    if faults.len() > SHOWN_FAULTS {
+        text += &format!("\n  and {} more", faults.len() - SHOWN_FAULTS);
+    }
+    text
+}

@@ -1,0 +1,130 @@
+//! What a run works on: model, vocabulary and data, checked and loaded before any rank starts.
+
+use std::path::PathBuf;
+
+use candle_core::{DType, Device};
+use candle_gemma4::Weights;
+
+use crate::config::Config;
+use crate::digit_task::DigitTask;
+use crate::error::{Error, Result};
+use crate::jsonl::Lines;
+use crate::packing::{Batch, Packer};
+use crate::sample::Source;
+use crate::small_model;
+use crate::vocabulary::Vocabulary;
+
+/// Seed of the held-out conversations: the same in every run, so that accuracies compare.
+const HELD_OUT_SEED: u64 = 0x0d19_1757;
+
+#[derive(Debug)]
+enum Data {
+    Digits(DigitTask),
+    Lines(Lines),
+}
+
+/// Model, vocabulary and data of a run; ranks share it.
+#[derive(Debug)]
+pub struct Job {
+    /// Configuration of the model.
+    pub model: candle_gemma4::Config,
+    /// Tokenizer and special tokens.
+    pub vocabulary: Vocabulary,
+    folder: Option<PathBuf>,
+    data: Data,
+}
+
+impl Job {
+    /// Reads and checks everything that a run needs but the weights.
+    ///
+    /// # Errors
+    /// A setting, the checkpoint folder or the data cannot be used.
+    pub fn prepare(config: &Config) -> Result<Self> {
+        config.validate()?;
+        let (model, vocabulary) = match &config.model {
+            Some(folder) => {
+                let model = candle_gemma4::Config::from_folder(folder)?;
+                let vocabulary = Vocabulary::from_folder(folder, &model)?;
+                (model, vocabulary)
+            }
+            None => {
+                let model = small_model::config()?;
+                let json = small_model::tokenizer_json();
+                let vocabulary = Vocabulary::from_json("of the built-in model", json.as_bytes(), &model)?;
+                (model, vocabulary)
+            }
+        };
+        let data = match &config.data {
+            Some(path) => Data::Lines(Lines::load(path, &vocabulary, &model, config.seq_len)?),
+            None => Data::Digits(digit_task(config, &model, &vocabulary)?),
+        };
+        Ok(Self { model, vocabulary, folder: config.model.clone(), data })
+    }
+
+    /// The starting weights, in f32 on the CPU; the same numbers on every rank.
+    ///
+    /// # Errors
+    /// The checkpoint's tensors are not those of its configuration.
+    pub fn weights(&self, config: &Config) -> Result<Weights> {
+        Ok(match &self.folder {
+            Some(folder) => Weights::load(folder, &self.model, DType::F32, &Device::Cpu)?,
+            None => Weights::random(&self.model, DType::F32, &Device::Cpu, config.seed)?,
+        })
+    }
+
+    /// The stream of training batches; the same on every rank.
+    pub fn training(&self, config: &Config) -> Packer<'_> {
+        let source: Box<dyn Source> = match &self.data {
+            Data::Digits(task) => Box::new(task.training(config.seed)),
+            Data::Lines(lines) => Box::new(lines.training(config.seed)),
+        };
+        Packer::new(source, &self.model, config.batch_rows, config.seq_len)
+    }
+
+    /// All held-out batches, each held-out digit once per round; empty for a JSONL file.
+    ///
+    /// # Errors
+    /// The tokenizer failed.
+    pub fn held_out(&self, config: &Config) -> Result<Vec<Batch>> {
+        let Data::Digits(task) = &self.data else { return Ok(Vec::new()) };
+        let source = Box::new(task.held_out(HELD_OUT_SEED));
+        let mut packer = Packer::new(source, &self.model, config.batch_rows, config.seq_len);
+        let mut batches = Vec::new();
+        for _ in 0..config.held_out_rounds {
+            while let Some(batch) = packer.next_batch()? {
+                batches.push(batch);
+            }
+        }
+        Ok(batches)
+    }
+
+    /// The checkpoint folder that training began from.
+    pub fn folder(&self) -> Option<&PathBuf> {
+        self.folder.as_ref()
+    }
+
+    /// What is trained on, in a few words.
+    pub fn data_summary(&self) -> String {
+        match &self.data {
+            Data::Digits(task) => {
+                let digits = task.digits();
+                format!("{} digits ({} held out)", digits.train.len(), digits.held_out.len())
+            }
+            Data::Lines(lines) => format!("{} samples", lines.samples().len()),
+        }
+    }
+}
+
+fn digit_task(config: &Config, model: &candle_gemma4::Config, vocabulary: &Vocabulary) -> Result<DigitTask> {
+    let task = DigitTask::new(model, vocabulary.clone())?;
+    let longest = task.longest()?;
+    match config.seq_len < longest {
+        true => Err(Error::flag(
+            "--seq-len",
+            config.seq_len,
+            format!("at least {longest}, the longest conversation about digits"),
+            format!("use --seq-len {} or more", longest.next_multiple_of(64)),
+        )),
+        false => Ok(task),
+    }
+}

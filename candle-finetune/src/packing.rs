@@ -1,0 +1,284 @@
+//! Samples packed into rows of one length: documents stay whole, the tail of a row is padding.
+
+use candle_core::{DType, Device, Tensor};
+use candle_cp::Tokens;
+use candle_gemma4::{Config, Inputs, vision_groups};
+
+use crate::error::{Error, Result};
+use crate::picture::{Picture, patches};
+use crate::sample::{Part, Sample, Source};
+
+/// Id of padding in place of a document, a group or a part.
+const NONE: i64 = -1;
+/// Label that is not learned.
+const IGNORED: i64 = -100;
+
+/// One batch, the same on every rank; `[rows][tokens]` each.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// Token ids.
+    pub ids: Vec<Vec<u32>>,
+    /// The id where it is learned, else -100; not shifted.
+    pub labels: Vec<Vec<i64>>,
+    /// Index in [`Part::ALL`] where a token is learned, else -100; not shifted.
+    pub parts: Vec<Vec<i64>>,
+    /// Documents of a row, counted from 0; -1 is padding.
+    pub documents: Vec<Vec<i64>>,
+    /// Images of a row, counted from 0; -1 is text.
+    pub groups: Vec<Vec<i64>>,
+    /// Pictures, row by row in the order of their placeholders.
+    pub pictures: Vec<Picture>,
+}
+
+impl Batch {
+    /// Tokens that are not padding.
+    pub fn token_count(&self) -> usize {
+        self.documents.iter().flatten().filter(|&&document| document >= 0).count()
+    }
+
+    /// Tokens of a row.
+    pub fn seq_len(&self) -> usize {
+        self.ids.first().map_or(0, Vec::len)
+    }
+
+    /// What the model reads; pixels in `dtype`.
+    ///
+    /// # Errors
+    /// A tensor operation failed, or there are pictures and no vision tower.
+    pub fn inputs(&self, config: &Config, dtype: DType, device: &Device) -> Result<Inputs> {
+        let input_ids_bs = Tensor::new(self.ids.clone(), device)?;
+        let Some(vision) = config.vision.as_ref() else {
+            return match self.pictures.is_empty() {
+                true => Ok(Inputs::text(input_ids_bs)),
+                false => Err(Error::Task { task: "pictures", reason: "config.json has no vision_config".to_string() }),
+            };
+        };
+        Ok(match patches(&self.pictures, vision, dtype, device)? {
+            None => Inputs::text(input_ids_bs),
+            Some((pixels, positions)) => {
+                Inputs { input_ids_bs, pixel_values: Some(pixels), image_position_ids: Some(positions) }
+            }
+        })
+    }
+
+    /// What every rank knows of all tokens.
+    ///
+    /// # Errors
+    /// The rows are empty or differ in length.
+    pub fn tokens(&self) -> Result<Tokens> {
+        Ok(Tokens::new(self.documents.clone(), self.groups.clone())?)
+    }
+
+    /// Labels `[rows, tokens]`, i64, not shifted.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
+    pub fn labels_bs(&self, device: &Device) -> Result<Tensor> {
+        Ok(Tensor::new(self.labels.clone(), device)?)
+    }
+
+    /// Parts `[rows, tokens]`, i64, not shifted.
+    ///
+    /// # Errors
+    /// A tensor operation failed.
+    pub fn parts_bs(&self, device: &Device) -> Result<Tensor> {
+        Ok(Tensor::new(self.parts.clone(), device)?)
+    }
+}
+
+/// Fills batches from a source: each sample goes to the first row with room; the first one that fits nowhere begins
+/// the next batch. A batch never reaches over the end of an epoch.
+pub struct Packer<'a> {
+    source: Box<dyn Source + 'a>,
+    waiting: Option<Sample>,
+    /// The last batch was cut short by the end of an epoch, which is still to be told.
+    ended: bool,
+    config: &'a Config,
+    rows: usize,
+    seq_len: usize,
+}
+
+impl<'a> Packer<'a> {
+    /// Batches of `rows` x `seq_len` tokens.
+    pub fn new(source: Box<dyn Source + 'a>, config: &'a Config, rows: usize, seq_len: usize) -> Self {
+        Self { source, waiting: None, ended: false, config, rows, seq_len }
+    }
+
+    /// The next batch; `None` once at the end of each epoch.
+    ///
+    /// # Errors
+    /// The source failed, or a sample is longer than a row.
+    pub fn next_batch(&mut self) -> Result<Option<Batch>> {
+        if std::mem::take(&mut self.ended) {
+            return Ok(None);
+        }
+        let mut rows: Vec<Vec<Sample>> = vec![Vec::new(); self.rows];
+        let mut used = vec![0; self.rows];
+        loop {
+            let sample = match self.waiting.take() {
+                Some(sample) => sample,
+                None => match self.source.next_sample()? {
+                    Some(sample) => sample,
+                    None => break,
+                },
+            };
+            if sample.len() > self.seq_len {
+                return Err(Error::SampleTooLong { tokens: sample.len(), seq_len: self.seq_len });
+            }
+            match used.iter().position(|&used| used + sample.len() <= self.seq_len) {
+                Some(row) => {
+                    used[row] += sample.len();
+                    rows[row].push(sample);
+                }
+                None => {
+                    self.waiting = Some(sample);
+                    break;
+                }
+            }
+        }
+        let any = rows.iter().any(|row| !row.is_empty());
+        self.ended = any && self.waiting.is_none();
+        Ok(any.then(|| self.lay_out(rows)))
+    }
+
+    /// The next batch of an endless row of epochs.
+    ///
+    /// # Errors
+    /// As [`Packer::next_batch`], and a source without any sample.
+    pub fn next_training_batch(&mut self) -> Result<Batch> {
+        if let Some(batch) = self.next_batch()? {
+            return Ok(batch);
+        }
+        let empty = || Error::Task { task: "this data", reason: "an epoch has no sample".to_string() };
+        self.next_batch()?.ok_or_else(empty)
+    }
+
+    fn lay_out(&self, rows: Vec<Vec<Sample>>) -> Batch {
+        let pad = self.config.text.pad_token_id.unwrap_or(0);
+        let mut batch = Batch {
+            ids: Vec::new(),
+            labels: Vec::new(),
+            parts: Vec::new(),
+            documents: Vec::new(),
+            groups: Vec::new(),
+            pictures: Vec::new(),
+        };
+        for samples in rows {
+            let (mut ids, mut labels, mut parts, mut documents) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+            for (document, sample) in samples.into_iter().enumerate() {
+                for (place, token) in sample.tokens.iter().enumerate() {
+                    let learned = token.learned.filter(|_| place > 0);
+                    ids.push(token.id);
+                    labels.push(learned.map_or(IGNORED, |_| i64::from(token.id)));
+                    parts.push(learned.map_or(IGNORED, part_index));
+                    documents.push(document as i64);
+                }
+                batch.pictures.extend(sample.pictures);
+            }
+            ids.resize(self.seq_len, pad);
+            labels.resize(self.seq_len, IGNORED);
+            parts.resize(self.seq_len, IGNORED);
+            documents.resize(self.seq_len, NONE);
+            batch.groups.push(vision_groups(&ids, self.config));
+            batch.ids.push(ids);
+            batch.labels.push(labels);
+            batch.parts.push(parts);
+            batch.documents.push(documents);
+        }
+        batch
+    }
+}
+
+fn part_index(part: Part) -> i64 {
+    Part::ALL.iter().position(|other| *other == part).expect("all parts are listed") as i64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::small_model;
+
+    /// Gives samples of the listed lengths in every epoch; the ids of a sample are 20 + its index.
+    struct Lengths {
+        lengths: Vec<usize>,
+        next: usize,
+    }
+
+    impl Source for Lengths {
+        fn next_sample(&mut self) -> Result<Option<Sample>> {
+            let index = self.next;
+            self.next = (self.next + 1) % (self.lengths.len() + 1);
+            Ok(self.lengths.get(index).map(|&len| {
+                let mut sample = Sample::default();
+                sample.push_learned(&vec![20 + index as u32; len], Part::Text);
+                sample
+            }))
+        }
+    }
+
+    fn packer<'a>(config: &'a Config, lengths: &[usize], rows: usize, seq_len: usize) -> Packer<'a> {
+        Packer::new(Box::new(Lengths { lengths: lengths.to_vec(), next: 0 }), config, rows, seq_len)
+    }
+
+    #[test]
+    fn samples_stay_whole_and_go_to_the_first_row_with_room() -> Result<()> {
+        let config = small_model::config()?;
+        let mut packer = packer(&config, &[5, 6, 3, 2, 4, 1], 2, 8);
+        let first = packer.next_batch()?.expect("a batch");
+        assert_eq!(first.ids, [[20, 20, 20, 20, 20, 22, 22, 22], [21, 21, 21, 21, 21, 21, 23, 23]]);
+        assert_eq!(first.documents, [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1, 1]]);
+        assert_eq!(first.token_count(), 16);
+        // The sample of 4 did not fit and waits; the epoch ends after the one of 1, and so does the batch.
+        let second = packer.next_batch()?.expect("a batch");
+        assert_eq!(second.ids, [[24, 24, 24, 24, 25, 0, 0, 0], [0; 8]]);
+        assert_eq!(second.documents, [[0, 0, 0, 0, 1, -1, -1, -1], [-1; 8]]);
+        assert_eq!(second.token_count(), 5);
+        assert!(packer.next_batch()?.is_none());
+        assert_eq!(packer.next_training_batch()?, first);
+        Ok(())
+    }
+
+    #[test]
+    fn the_first_token_of_a_document_and_padding_are_never_learned() -> Result<()> {
+        let config = small_model::config()?;
+        let batch = packer(&config, &[3, 2], 1, 8).next_batch()?.expect("a batch");
+        assert_eq!(batch.labels, [[-100, 20, 20, -100, 21, -100, -100, -100]]);
+        assert_eq!(batch.parts, [[-100, 0, 0, -100, 0, -100, -100, -100]]);
+        Ok(())
+    }
+
+    #[test]
+    fn images_are_groups_and_pictures_follow_the_rows() -> Result<()> {
+        let config = small_model::config()?;
+        let picture = |level: u8| Picture { width: 4, height: 4, rgb: vec![level; 48] };
+        struct Two(Vec<Sample>);
+        impl Source for Two {
+            fn next_sample(&mut self) -> Result<Option<Sample>> {
+                Ok(self.0.pop())
+            }
+        }
+        let sample = |level: u8, len: usize| {
+            let mut sample = Sample { tokens: Vec::new(), pictures: vec![picture(level)] };
+            sample.push(&[2, config.image_token_id]);
+            sample.push(&vec![20; len - 2]);
+            sample
+        };
+        // First-fit order: level 1 in row 0, level 2 in row 1, level 3 in row 0 again.
+        let samples = vec![sample(3, 3), sample(2, 5), sample(1, 4)];
+        let batch = Packer::new(Box::new(Two(samples)), &config, 2, 7).next_batch()?.expect("a batch");
+        assert_eq!(batch.groups, [[-1, 0, -1, -1, -1, 1, -1], [-1, 0, -1, -1, -1, -1, -1]]);
+        let levels: Vec<u8> = batch.pictures.iter().map(|picture| picture.rgb[0]).collect();
+        assert_eq!(levels, [1, 3, 2]);
+        Ok(())
+    }
+
+    #[test]
+    fn a_sample_longer_than_a_row_is_an_error() -> Result<()> {
+        let config = small_model::config()?;
+        let error = packer(&config, &[9], 2, 8).next_batch().unwrap_err().to_string();
+        assert!(error.contains("9 tokens") && error.contains("row of 8") && error.contains("--seq-len"), "{error}");
+        let empty = packer(&config, &[], 2, 8).next_training_batch().unwrap_err().to_string();
+        assert!(empty.contains("no sample"), "{empty}");
+        Ok(())
+    }
+}

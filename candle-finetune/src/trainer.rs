@@ -1,0 +1,162 @@
+//! One rank's part of training: forward, backward, sum over ranks, step.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use candle_core::{DType, Device};
+use candle_cp::{Communicator, CpContext};
+use candle_gemma4::{Model, Weights};
+use serde::Serialize;
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::gradients::Gradients;
+use crate::job::Job;
+use crate::optimizer::AdamW;
+use crate::packing::Batch;
+use crate::schedule::Schedule;
+
+/// Steps of the warm-up, unless a run is so short that a tenth of it is less.
+const WARMUP: usize = 30;
+
+/// What one step did; a line of `metrics.jsonl`.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct StepReport {
+    /// The step, from 1.
+    pub step: usize,
+    /// Mean cross entropy over the learned tokens of the whole batch, before the step.
+    pub loss: f64,
+    /// Norm of all gradients, before clipping.
+    pub grad_norm: f64,
+    /// Learning rate of the step.
+    pub lr: f64,
+    /// Tokens of the batch that are not padding, over all ranks.
+    pub tokens: usize,
+    /// Learned tokens of the batch, over all ranks.
+    pub label_tokens: usize,
+    /// `tokens` over the duration of this step.
+    pub tokens_per_s: f64,
+    /// Seconds since training began.
+    pub seconds: f64,
+}
+
+/// Loss and gradients of one batch, summed over ranks.
+#[derive(Debug, Clone)]
+pub struct BatchGradients {
+    /// Mean cross entropy over the learned tokens of the whole batch.
+    pub loss: f64,
+    /// One gradient per parameter, the same on every rank.
+    pub gradients: Gradients,
+    /// Learned tokens of the whole batch.
+    pub label_tokens: usize,
+}
+
+/// One rank's model, optimizer and communicator. All ranks make the same calls in the same order.
+#[derive(Debug)]
+pub struct Trainer<'a> {
+    job: &'a Job,
+    config: &'a Config,
+    comm: Arc<dyn Communicator>,
+    weights: Weights,
+    model: Model,
+    optimizer: AdamW,
+    schedule: Schedule,
+    started: Instant,
+}
+
+impl<'a> Trainer<'a> {
+    /// Starts from the job's weights.
+    ///
+    /// # Errors
+    /// The weights cannot be loaded or do not fit.
+    pub fn new(job: &'a Job, config: &'a Config, comm: Arc<dyn Communicator>) -> Result<Self> {
+        let weights = job.weights(config)?;
+        let model = Model::new(&job.model, &weights)?;
+        let optimizer = AdamW::new(weights.variables(), config.optimizer)?;
+        let schedule = Schedule {
+            peak: config.rate(),
+            warmup: WARMUP.min(config.steps.div_ceil(10)),
+            steps: config.steps,
+            floor: config.rate_floor,
+        };
+        Ok(Self { job, config, comm, weights, model, optimizer, schedule, started: Instant::now() })
+    }
+
+    /// The context of a batch: who owns which tokens, and what may see what.
+    ///
+    /// # Errors
+    /// The layout cannot be made for the batch.
+    pub fn context(&self, batch: &Batch) -> Result<CpContext> {
+        let layout = self.config.layout.layout(batch.seq_len(), self.comm.size())?;
+        Ok(CpContext::new(self.comm.clone(), layout, batch.tokens()?)?)
+    }
+
+    /// Loss and gradients of a batch; nothing changes.
+    ///
+    /// # Errors
+    /// A tensor operation or an exchange with another rank failed.
+    pub fn gradients(&self, batch: &Batch) -> Result<BatchGradients> {
+        let context = self.context(batch)?;
+        let embeds_bsh = self.model.embed(&batch.inputs(&self.job.model, DType::F32, &Device::Cpu)?, &mut ())?;
+        let hidden_bsh = self.model.decode(&context.shard(&embeds_bsh, 1)?, &context, &mut ())?;
+        let labels = context.shard_labels(&batch.labels_bs(&Device::Cpu)?)?;
+        let loss = self.model.loss(&hidden_bsh, &labels)?;
+        let local = Gradients::collect(&loss.backward()?, self.weights.variables())?;
+        let gradients = local.sum_over_ranks(self.comm.as_ref())?;
+        let loss = self.comm.all_reduce_sum(&loss.detach().to_dtype(DType::F64)?)?.to_scalar::<f64>()?;
+        Ok(BatchGradients { loss, gradients, label_tokens: labels.count })
+    }
+
+    /// One optimizer step on a batch.
+    ///
+    /// # Errors
+    /// As [`Trainer::gradients`], or a loss or gradient that is not finite: then nothing was changed.
+    pub fn step(&mut self, batch: &Batch) -> Result<StepReport> {
+        let began = Instant::now();
+        let step = self.optimizer.steps() + 1;
+        let lr = self.schedule.rate(step);
+        let BatchGradients { loss, gradients, label_tokens } = self.gradients(batch)?;
+        if !loss.is_finite() {
+            return Err(Error::NotFinite { step, what: "the loss".to_string(), value: loss });
+        }
+        let grad_norm = gradients.norm()?;
+        if let Some((name, value)) = gradients.not_finite()?.filter(|_| !grad_norm.is_finite()) {
+            return Err(Error::NotFinite { step, what: format!("the gradient of {name}"), value });
+        }
+        self.optimizer.step(&gradients.clip(grad_norm, self.config.max_grad_norm)?, lr)?;
+        let tokens = batch.token_count();
+        let tokens_per_s = tokens as f64 / began.elapsed().as_secs_f64();
+        let seconds = self.started.elapsed().as_secs_f64();
+        Ok(StepReport { step, loss, grad_norm, lr, tokens, label_tokens, tokens_per_s, seconds })
+    }
+
+    /// This rank's communicator.
+    pub fn comm(&self) -> &Arc<dyn Communicator> {
+        &self.comm
+    }
+
+    /// The model; it reads the weights of the moment.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// What is trained on.
+    pub fn job(&self) -> &Job {
+        self.job
+    }
+
+    /// The weights of the moment.
+    pub fn weights(&self) -> &Weights {
+        &self.weights
+    }
+
+    /// The optimizer and its state.
+    pub fn optimizer(&self) -> &AdamW {
+        &self.optimizer
+    }
+
+    /// Gives the weights away.
+    pub fn into_weights(self) -> Weights {
+        self.weights
+    }
+}

@@ -1,0 +1,73 @@
+//! `gelu(gate) * up`, with the tanh form of GELU.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use rayon::prelude::*;
+
+use super::{Real, TASK, slice, with_real, with_slices};
+
+/// sqrt(2 / pi)
+const SCALE: f64 = std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2;
+const CUBIC: f64 = 0.044715;
+
+/// `gelu(gate) * up`, elementwise.
+pub(crate) fn gelu_gate(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    gate.contiguous()?.apply_op2(&up.contiguous()?, GeluGate)
+}
+
+struct GeluGate;
+
+impl CustomOp2 for GeluGate {
+    fn name(&self) -> &'static str {
+        "gelu-gate"
+    }
+
+    fn cpu_fwd(&self, gate: &CpuStorage, lg: &Layout, up: &CpuStorage, lu: &Layout) -> Result<(CpuStorage, Shape)> {
+        with_real!(gate.dtype(), T => {
+            let (gate, up) = (slice::<T>(gate, lg)?, slice::<T>(up, lu)?);
+            let mut y = vec![0.0; gate.len()];
+            let tasks = y.par_chunks_mut(TASK).zip(gate.par_chunks(TASK)).zip(up.par_chunks(TASK));
+            tasks.for_each(|((y, gate), up)| {
+                for ((y, &gate), &up) in y.iter_mut().zip(gate).zip(up) {
+                    *y = gelu(gate).0 * up;
+                }
+            });
+            Ok((<T as candle_core::WithDType>::to_cpu_storage_owned(y), lg.shape().clone()))
+        })
+    }
+
+    fn bwd(&self, gate: &Tensor, up: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        with_real!(gate.dtype(), T => {
+            let (gate_grad, up_grad) = with_slices::<T, _, 3>([gate, up, grad], backward)?;
+            let tensor = |values| Tensor::from_vec(values, gate.shape(), gate.device()).map(Some);
+            Ok((tensor(gate_grad)?, tensor(up_grad)?))
+        })
+    }
+}
+
+fn backward<T: Real>([gate, up, grad]: [&[T]; 3]) -> (Vec<T>, Vec<T>) {
+    let mut gate_grad = vec![T::from_f64(0.0); gate.len()];
+    let mut up_grad = gate_grad.clone();
+    let results = gate_grad.par_chunks_mut(TASK).zip(up_grad.par_chunks_mut(TASK));
+    let inputs = gate.par_chunks(TASK).zip(up.par_chunks(TASK)).zip(grad.par_chunks(TASK));
+    results.zip(inputs).for_each(|((gate_grad, up_grad), ((gate, up), grad))| {
+        let results = gate_grad.iter_mut().zip(up_grad);
+        for ((gate_grad, up_grad), ((&gate, &up), &grad)) in results.zip(gate.iter().zip(up).zip(grad)) {
+            let (value, slope) = gelu(gate);
+            *gate_grad = grad * up * slope;
+            *up_grad = grad * value;
+        }
+    });
+    (gate_grad, up_grad)
+}
+
+/// Value and slope.
+#[inline(always)]
+fn gelu<T: Real>(x: T) -> (T, T) {
+    let number = T::from_f64;
+    let square = x * x;
+    let tanh = (number(SCALE) * x * (number(1.0) + number(CUBIC) * square)).tanh();
+    let above = number(0.5) * (number(1.0) + tanh);
+    let inner_slope = number(SCALE) * (number(1.0) + number(3.0 * CUBIC) * square);
+    (x * above, above + number(0.5) * x * (number(1.0) - tanh * tanh) * inner_slope)
+}

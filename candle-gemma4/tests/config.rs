@@ -1,0 +1,206 @@
+//! What `config.json` may say, and the words with which the rest is refused.
+
+mod support;
+
+use candle_gemma4::{Config, Error, LayerKind, RopeKind, vision_groups};
+use support::{checkpoint, config_text, edited, edited_config, fixture};
+
+fn refusal(changes: &[(&str, &str)]) -> String {
+    match Config::from_json(&edited(changes)) {
+        Ok(_) => panic!("{changes:?} is accepted"),
+        Err(error) => error.to_string(),
+    }
+}
+
+#[test]
+fn every_setting_is_read() {
+    let config = Config::from_folder(&checkpoint()).unwrap();
+    let text = &config.text;
+    assert_eq!((text.vocab_size, text.hidden_size, text.intermediate_size), (512, 32, 64));
+    assert_eq!((text.num_hidden_layers, text.num_attention_heads, text.sliding_window), (6, 4, 16));
+    let layers: Vec<_> = text.layers.iter().map(|l| (l.kind, l.head_dim, l.num_key_value_heads)).collect();
+    let (sliding, full) = ((LayerKind::Sliding, 16, 2), (LayerKind::Full, 32, 1));
+    assert_eq!(layers, [sliding, sliding, full, sliding, sliding, full]);
+    assert!(text.layers.iter().all(|layer| layer.keys_are_values == (layer.kind == LayerKind::Full)));
+    assert_eq!(text.final_logit_softcapping, Some(8.0));
+    assert!(text.bidirectional_images && config.tie_word_embeddings && !text.attention_bias);
+    let rope = text.rope(LayerKind::Full).unwrap();
+    assert_eq!((rope.kind, rope.theta, rope.partial_rotary_factor), (RopeKind::Proportional, 1e6, 0.25));
+    assert_eq!(
+        (text.pad_token_id, text.bos_token_id, config.eos_token_ids.as_slice()),
+        (Some(0), Some(2), &[1, 15][..])
+    );
+    let vision = config.vision.as_ref().unwrap();
+    assert_eq!((vision.patch_size, vision.pooling_kernel_size, vision.position_embedding_size), (4, 3, 128));
+    assert_eq!((vision.rope_theta, vision.standardize, vision.patch_len()), (100.0, true, 48));
+    assert_eq!((config.image_token_id, config.boi_token_id, config.eoi_token_id), (19, 17, 21));
+    assert_eq!(config.to_json(), config_text());
+}
+
+#[test]
+fn both_spellings_of_layer_sizes_agree() {
+    let old = Config::from_folder(&checkpoint()).unwrap();
+    let new = std::fs::read_to_string(fixture("gemma4-dense/config_resaved.json")).unwrap();
+    let new = Config::from_json(&new).unwrap();
+    assert_eq!(old.text, new.text);
+    assert_eq!(old.vision, new.vision);
+}
+
+#[test]
+fn global_key_heads_count_only_where_keys_are_values() {
+    let config = edited_config(&[("text_config.attention_k_eq_v", "false")]);
+    assert_eq!(config.text.layers[2].num_key_value_heads, 2);
+    assert!(!config.text.layers[2].keys_are_values);
+    assert_eq!(config.text.layers[2].head_dim, 32);
+}
+
+#[test]
+fn other_values_are_kept() {
+    let config = edited_config(&[
+        ("text_config.rms_norm_eps", "1e-5"),
+        ("vision_config.rms_norm_eps", "2e-4"),
+        ("text_config.rope_parameters.sliding_attention.rope_theta", "5000"),
+        ("text_config.rope_parameters.full_attention.factor", "8"),
+        ("vision_config.rope_parameters.rope_theta", "77.5"),
+        ("text_config.final_logit_softcapping", "null"),
+        ("text_config.use_bidirectional_attention", "null"),
+        ("text_config.pad_token_id", "null"),
+        ("text_config.attention_bias", "true"),
+        ("tie_word_embeddings", "false"),
+        ("video_token_id", "null"),
+    ]);
+    assert_eq!((config.text.rms_norm_eps, config.vision.as_ref().unwrap().rms_norm_eps), (1e-5, 2e-4));
+    assert_eq!(config.text.rope(LayerKind::Sliding).unwrap().theta, 5000.0);
+    assert_eq!(config.text.rope(LayerKind::Full).unwrap().factor, 8.0);
+    assert_eq!(config.vision.as_ref().unwrap().rope_theta, 77.5);
+    assert_eq!((config.text.final_logit_softcapping, config.text.pad_token_id), (None, None));
+    assert!(!config.text.bidirectional_images && config.text.attention_bias && !config.tie_word_embeddings);
+    assert_eq!(config.video_token_id, None);
+}
+
+#[test]
+fn the_top_level_decides_on_the_tied_head() {
+    let absent = edited_config(&[("tie_word_embeddings", "absent"), ("text_config.tie_word_embeddings", "false")]);
+    assert!(absent.tie_word_embeddings);
+}
+
+#[test]
+fn text_only_models_have_no_tower() {
+    for vision in ["null", "absent"] {
+        let config = edited_config(&[("vision_config", vision), ("image_token_id", "absent")]);
+        assert!(config.vision.is_none());
+    }
+}
+
+#[test]
+fn proportional_frequencies_use_the_full_head_size() {
+    let config = Config::from_folder(&checkpoint()).unwrap();
+    let full = config.text.rope(LayerKind::Full).unwrap().inverse_frequencies(32);
+    assert_eq!(full.len(), 16);
+    assert!((full[3] - 1e6f64.powf(-6.0 / 32.0)).abs() < 1e-15);
+    assert!(full[4..].iter().all(|&frequency| frequency == 0.0), "a quarter of the pairs turn");
+}
+
+#[test]
+fn all_missing_fields_are_named_at_once() {
+    let message = refusal(&[
+        ("text_config.hidden_size", "absent"),
+        ("text_config.rms_norm_eps", "null"),
+        ("vision_config.patch_size", "absent"),
+        ("image_token_id", "absent"),
+    ]);
+    let names = "text_config.hidden_size, text_config.rms_norm_eps, vision_config.patch_size, image_token_id";
+    assert_eq!(message, format!("config.json lacks 4 required field(s): {names}"));
+    assert!(refusal(&[("text_config", "absent")]).ends_with("1 required field(s): text_config"));
+    assert!(refusal(&[("model_type", "absent")]).ends_with("1 required field(s): model_type"));
+    assert!(refusal(&[("text_config.global_head_dim", "absent")]).ends_with(": text_config.global_head_dim"));
+    let rope = "text_config.rope_parameters.full_attention";
+    assert!(refusal(&[(rope, "absent")]).ends_with(&format!("1 required field(s): {rope}")));
+    let theta = "text_config.rope_parameters.sliding_attention.rope_theta";
+    assert!(refusal(&[(theta, "absent")]).ends_with(&format!("1 required field(s): {theta}")));
+}
+
+#[test]
+fn what_cannot_run_is_refused_with_field_and_value() {
+    let cases = [
+        ("model_type", "\"gemma4_unified\"", "model family is not supported yet; allowed: \"gemma4\""),
+        ("text_config.model_type", "\"gemma3_text\"", "not supported yet; allowed: \"gemma4_text\""),
+        ("vision_config.model_type", "\"siglip\"", "not supported yet; allowed: \"gemma4_vision\""),
+        ("text_config.enable_moe_block", "true", "mixture-of-experts layers are not supported yet"),
+        ("text_config.hidden_size_per_layer_input", "8", "per-layer embeddings are not supported yet"),
+        ("text_config.num_kv_shared_layers", "3", "share keys and values are not supported yet"),
+        ("text_config.attention_dropout", "0.1", "attention dropout is not supported yet"),
+        ("text_config.hidden_activation", "\"silu\"", "allowed: \"gelu_pytorch_tanh\""),
+        ("text_config.use_bidirectional_attention", "\"all\"", "allowed: null, \"vision\""),
+        ("text_config.final_logit_softcapping", "0", "a number above 0 is needed"),
+        ("text_config.hidden_size", "0", "a whole number from 1"),
+        ("text_config.hidden_size", "32.5", "a whole number from 1"),
+        ("text_config.sliding_window", "-4", "a whole number from 1"),
+        ("text_config.num_hidden_layers", "5", "layer_types has 6 entries"),
+        ("text_config.pad_token_id", "512", "must be below vocab_size 512"),
+        ("text_config.num_attention_heads", "3", "must be a multiple of the 2 key heads of layer 0"),
+        ("text_config.global_head_dim", "33", "must be even"),
+        ("text_config.attention_bias", "1", "true or false is needed"),
+        ("text_config.rope_parameters.full_attention.rope_type", "\"yarn\"", "allowed: \"default\", \"linear\""),
+        ("text_config.rope_parameters.full_attention.partial_rotary_factor", "1.5", "a number from 0 to 1"),
+        ("text_config.rope_parameters.sliding_attention.partial_rotary_factor", "0.5", "it must be 1"),
+        ("text_config.rope_parameters.sliding_attention.factor", "2", "has no factor"),
+        ("vision_config.use_clipped_linears", "true", "clipped linear layers are not supported yet"),
+        ("vision_config.attention_bias", "true", "biases in the vision tower are not supported yet"),
+        ("vision_config.attention_dropout", "0.2", "attention dropout is not supported yet"),
+        ("vision_config.hidden_activation", "\"gelu\"", "allowed: \"gelu_pytorch_tanh\""),
+        ("vision_config.head_dim", "14", "must be a multiple of 4"),
+        ("vision_config.num_key_value_heads", "4", "must be a multiple of num_key_value_heads 4"),
+        ("vision_config.rope_parameters.rope_type", "\"linear\"", "allowed: \"axial\", \"default\""),
+    ];
+    for (field, value, reason) in cases {
+        let message = refusal(&[(field, value)]);
+        let names_field = message.contains(&format!("{field} is {value}: "))
+            || (field.ends_with("_head_dim") && message.contains("text_config.head_dim is 33"))
+            || (field.ends_with("vision_config.num_key_value_heads") && message.contains("num_attention_heads is 2"));
+        assert!(names_field, "{field} = {value}: {message}");
+        assert!(message.contains(reason), "{field} = {value}: {message}");
+    }
+}
+
+#[test]
+fn features_of_other_checkpoints_are_refused() {
+    let audio = refusal(&[("audio_config", "{\"hidden_size\": 8}")]);
+    assert!(audio.contains("audio_config is an object: the audio tower is not supported yet; allowed: null"));
+    let absent = refusal(&[("text_config.hidden_size_per_layer_input", "absent")]);
+    assert!(absent.contains("absent value means 256 per-layer embeddings"), "{absent}");
+    let types = "[\"full_attention\", \"linear_attention\"]";
+    let layers = [("text_config.layer_types", types), ("text_config.num_hidden_layers", "2")];
+    assert!(refusal(&layers).contains("layer type \"linear_attention\" is not supported yet"));
+    let types = "[\"full_attention\", \"sliding_attention\"]";
+    let layers = [("text_config.layer_types", types), ("text_config.num_hidden_layers", "2")];
+    assert!(refusal(&layers).contains("the last layer must be \"full_attention\""));
+}
+
+#[test]
+fn layer_overrides_are_checked() {
+    let overrides = |value| refusal(&[("text_config.per_layer_config", value)]);
+    assert!(overrides("{\"9\": {\"head_dim\": 32}}").contains("per_layer_config is \"9\": a layer index from 0 to 5"));
+    let unknown = overrides("{\"2\": {\"rope\": 1}}");
+    assert!(unknown.contains("per_layer_config.2.rope is 1: not supported yet; allowed: head_dim"), "{unknown}");
+    let uneven = overrides("{\"2\": {\"head_dim\": 32}, \"5\": {\"head_dim\": 16}}");
+    assert!(uneven.contains("layer 5 differs from an earlier full_attention layer with 32"), "{uneven}");
+}
+
+#[test]
+fn text_that_is_not_json_is_named() {
+    let error = Config::from_json("{\"model_type\": ").unwrap_err();
+    assert!(matches!(error, Error::Json { .. }));
+    assert!(error.to_string().starts_with("the configuration is not valid JSON: EOF"));
+    let error = Config::from_folder(&fixture("nowhere")).unwrap_err();
+    assert!(error.to_string().contains("nowhere/config.json"), "{error}");
+}
+
+#[test]
+fn groups_are_maximal_runs_of_image_and_video_tokens() {
+    let config = Config::from_folder(&checkpoint()).unwrap(); // image 19, video 23
+    let groups = vision_groups(&[5, 19, 19, 23, 21, 7, 19, 17, 19], &config);
+    assert_eq!(groups, [-1, 0, 0, 0, -1, -1, 1, -1, 2]);
+    assert_eq!(vision_groups(&[19, 19], &config), [0, 0]);
+    assert!(vision_groups(&[], &config).is_empty());
+}

@@ -1,0 +1,85 @@
+//! Fine-tunes Gemma 4 on sequences that are shared by several ranks.
+//!
+//! Without arguments a small random model learns to read handwritten digits. The last line on standard output is one
+//! JSON object; progress goes to standard error, and metrics, loss curve and checkpoint to `--out`.
+
+use std::process::ExitCode;
+
+use candle_finetune::{Config, Error, Summary, run};
+use clap::Parser;
+
+/// Fine-tunes Gemma 4 on sequences that are shared by several ranks (threads).
+///
+/// Without --model a small random model is trained from nothing to read handwritten digits.
+#[derive(Parser)]
+struct Flags {
+    /// Ranks that share every sequence [default: 2]
+    #[arg(long, value_name = "N", allow_hyphen_values = true)]
+    cp: Option<String>,
+    /// Tokens each rank owns: contiguous or head-tail [default: head-tail]
+    #[arg(long, value_name = "LAYOUT")]
+    layout: Option<String>,
+    /// Optimizer steps [default: 480]
+    #[arg(long, value_name = "N", allow_hyphen_values = true)]
+    steps: Option<String>,
+    /// Seed of fresh weights and of the order of the data [default: 0]
+    #[arg(long, value_name = "N", allow_hyphen_values = true)]
+    seed: Option<String>,
+    /// Checkpoint folder of a dense Gemma 4 (config.json, tokenizer.json, model.safetensors or its index)
+    #[arg(long, value_name = "DIR")]
+    model: Option<String>,
+    /// Lines {"prompt", "completion", "images"} or {"text"}; needs --model
+    #[arg(long, value_name = "FILE.jsonl")]
+    data: Option<String>,
+    /// Folder for metrics.jsonl, loss.svg and the trained checkpoint [default: runs/finetune_gemma4]
+    #[arg(long, value_name = "DIR")]
+    out: Option<String>,
+    /// Highest learning rate [default: 3e-3 for fresh weights, 1e-4 for a checkpoint]
+    #[arg(long, value_name = "RATE", allow_hyphen_values = true)]
+    lr: Option<String>,
+    /// Rows of a batch [default: 4]
+    #[arg(long, value_name = "N", allow_hyphen_values = true)]
+    batch_rows: Option<String>,
+    /// Tokens of a row [default: 256]
+    #[arg(long, value_name = "N", allow_hyphen_values = true)]
+    seq_len: Option<String>,
+}
+
+fn main() -> ExitCode {
+    match finetune(Flags::parse()) {
+        Ok(summary) => {
+            println!("{}", summary.to_json());
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(if error.is_usage() { 2 } else { 1 })
+        }
+    }
+}
+
+fn finetune(flags: Flags) -> Result<Summary, Error> {
+    let mut config = Config::default();
+    for (flag, value) in [
+        ("--cp", flags.cp),
+        ("--layout", flags.layout),
+        ("--steps", flags.steps),
+        ("--seed", flags.seed),
+        ("--model", flags.model),
+        ("--data", flags.data),
+        ("--out", flags.out),
+        ("--lr", flags.lr),
+        ("--batch-rows", flags.batch_rows),
+        ("--seq-len", flags.seq_len),
+    ] {
+        if let Some(value) = value {
+            config.set(flag, &value)?;
+        }
+    }
+    let summary = run(&config, &|_rank, _report| Ok(()))?;
+    if let Some(accuracy) = summary.accuracy {
+        eprintln!("{:.1} % of the digits of held-out conversations read and repeated right", 100.0 * accuracy);
+    }
+    eprintln!("metrics, loss curve and checkpoint: {}", summary.out);
+    Ok(summary)
+}

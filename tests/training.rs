@@ -1,0 +1,95 @@
+//! Training as a whole: it does not depend on how the sequence is shared, reaches every parameter, and ends on every
+//! rank when one fails.
+
+use candle_cp::LayoutKind;
+use candle_cp::comm::Local;
+use candle_finetune::{Config, Error, Gradients, Job, StepReport, Trainer, train};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The example's model and task on short rows.
+fn short(steps: usize) -> Config {
+    Config { steps, batch_rows: 2, seq_len: 150, held_out_rounds: 0, ..Config::default() }
+}
+
+fn curve(cp: usize, layout: LayoutKind) -> Vec<StepReport> {
+    let config = Config { cp, layout, ..short(20) };
+    let job = Job::prepare(&config).unwrap();
+    train(&job, &config, &|_, _| Ok(())).unwrap().reports
+}
+
+fn close(a: f64, b: f64) -> bool {
+    (a - b).abs() <= 1e-5 * a.abs().max(b.abs())
+}
+
+#[test]
+fn twenty_steps_are_the_same_on_one_two_and_four_ranks() {
+    let reference = curve(1, LayoutKind::Contiguous);
+    assert_eq!(reference.len(), 20);
+    assert!(reference[19].loss < 0.8 * reference[0].loss, "nothing was learned: {:?}", reference[19]);
+    for cp in [2, 4] {
+        for layout in LayoutKind::ALL {
+            for (one, many) in reference.iter().zip(curve(cp, layout)) {
+                let place = format!("step {}, cp {cp}, {layout}", one.step);
+                assert!(close(one.loss, many.loss), "{place}: loss {} and {}", one.loss, many.loss);
+                assert!(close(one.grad_norm, many.grad_norm), "{place}: norm {} and {}", one.grad_norm, many.grad_norm);
+                assert_eq!((one.lr, one.tokens, one.label_tokens), (many.lr, many.tokens, many.label_tokens));
+            }
+        }
+    }
+}
+
+#[test]
+fn every_parameter_gets_a_gradient_and_moves() {
+    let config = Config { steps: 1, held_out_rounds: 0, cp: 1, ..Config::default() };
+    let job = Job::prepare(&config).unwrap();
+    let mut trainer = Trainer::new(&job, &config, Arc::new(Local::new())).unwrap();
+    let batch = job.training(&config).next_training_batch().unwrap();
+    let before: BTreeMap<String, Vec<f32>> = values(&trainer);
+
+    let gradients: Gradients = trainer.gradients(&batch).unwrap().gradients;
+    assert_eq!(gradients.not_finite().unwrap(), None);
+    assert_eq!(gradients.named().len(), trainer.weights().variables().len());
+    for (name, gradient) in gradients.named() {
+        let largest = gradient.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap();
+        assert!(largest > 0.0, "{name} gets no gradient");
+    }
+
+    trainer.step(&batch).unwrap();
+    for (name, after) in values(&trainer) {
+        assert!(after.iter().all(|value| value.is_finite()) && after != before[&name], "{name} does not move");
+    }
+}
+
+fn values(trainer: &Trainer) -> BTreeMap<String, Vec<f32>> {
+    let variables = trainer.weights().variables().iter();
+    variables.map(|(name, var)| (name.clone(), var.flatten_all().unwrap().to_vec1().unwrap())).collect()
+}
+
+#[test]
+fn a_rank_that_fails_in_the_middle_ends_all_ranks_and_is_named() {
+    let config = Config { cp: 4, ..short(5) };
+    let job = Job::prepare(&config).unwrap();
+    let failing = |rank: usize, report: &StepReport| match (rank, report.step) {
+        (2, 2) => Err(Error::Task { task: "this test", reason: "it stops here".to_string() }),
+        _ => Ok(()),
+    };
+    let error = train(&job, &config, &failing).unwrap_err().to_string();
+    assert!(error.contains("rank 2 failed") && error.contains("it stops here"), "{error}");
+}
+
+#[test]
+fn a_loss_that_is_not_a_number_ends_the_run_and_names_the_step() {
+    let config = Config { lr: Some(0.9), max_grad_norm: f64::MAX, ..short(2) };
+    let job = Job::prepare(&config).unwrap();
+    let mut trainer = Trainer::new(&job, &config, Arc::new(Local::new())).unwrap();
+    let mut batches = job.training(&config);
+    trainer.step(&batches.next_training_batch().unwrap()).unwrap();
+    let name = "model.language_model.norm.weight";
+    let norm = &trainer.weights().variables()[name];
+    norm.set(&norm.affine(f64::NAN, 0.0).unwrap()).unwrap();
+    let error = trainer.step(&batches.next_training_batch().unwrap()).unwrap_err();
+    let text = error.to_string();
+    assert!(text.starts_with("step 2: the loss is NaN") && text.contains("Lower --lr"), "{text}");
+    assert_eq!(trainer.optimizer().steps(), 1);
+}
