@@ -19,7 +19,7 @@ struct Flags {
     /// Tokens each rank owns: contiguous or head-tail [default: head-tail]
     #[arg(long, value_name = "LAYOUT")]
     layout: Option<String>,
-    /// Optimizer steps [default: 480]
+    /// Optimizer steps [default: 1500]
     #[arg(long, value_name = "N", allow_hyphen_values = true)]
     steps: Option<String>,
     /// Seed of fresh weights and of the order of the data [default: 0]
@@ -34,10 +34,10 @@ struct Flags {
     /// Folder for metrics.jsonl, loss.svg and the trained checkpoint [default: runs/finetune_gemma4]
     #[arg(long, value_name = "DIR")]
     out: Option<String>,
-    /// Highest learning rate [default: 3e-3 for fresh weights, 1e-4 for a checkpoint]
+    /// Highest learning rate [default: 2e-3 for fresh weights, 1e-4 for a checkpoint]
     #[arg(long, value_name = "RATE", allow_hyphen_values = true)]
     lr: Option<String>,
-    /// Rows of a batch [default: 4]
+    /// Rows of a batch [default: 2]
     #[arg(long, value_name = "N", allow_hyphen_values = true)]
     batch_rows: Option<String>,
     /// Tokens of a row [default: 256]

@@ -6,7 +6,7 @@
 
 use crate::forward::{Splitter, TileLimits, in_memory_order, set_spans, stack, unstack};
 use crate::heads::{Heads, Shape};
-use crate::matmul::{Broadcast, Limits, Panels, Product, ROWS, multiply};
+use crate::matmul::{Broadcast, Limits, Panels, Product, ROWS};
 use crate::pack::{Columns, KeyTiles, Rows, pack_rows, padded};
 use crate::real::Real;
 use crate::softmax::{Probabilities, ScoreGradient, Span};
@@ -89,7 +89,7 @@ pub fn backward_chunk<T: Real>(
         value_columns: Columns::new(value, &packed, shape),
         tiles: packed,
     };
-    let parts = split_parts(gradients, tiles);
+    let parts = split_parts(gradients, tiles, saved.bounds);
     let partials: Vec<(usize, Vec<T>, Vec<T>)> = parts
         .into_par_iter()
         .map(|part| {
@@ -131,11 +131,17 @@ struct Part<'a, T> {
 }
 
 /// One part per (row, key head), or several of about equal work when there are fewer heads than threads.
-fn split_parts<'a, T: Real>(gradients: &'a mut Gradients<T>, tiles: &'a [QueryTile]) -> Vec<Part<'a, T>> {
+fn split_parts<'a, T: Real>(
+    gradients: &'a mut Gradients<T>,
+    tiles: &'a [QueryTile],
+    bounds: &[Vec<Bounds>],
+) -> Vec<Part<'a, T>> {
     let shape = gradients.shape;
     let splits = rayon::current_num_threads().div_ceil((shape.batch * shape.key_heads).max(1));
-    let total: usize = tiles.iter().map(QueryTile::work).sum();
-    let share = total.div_ceil(splits * shape.batch.max(1)).max(1);
+    let mut shares = vec![0; shape.batch];
+    let pairs = |tile: &QueryTile| tile.pairs(&bounds[tile.row as usize]);
+    tiles.iter().for_each(|tile| shares[tile.row as usize] += pairs(tile));
+    shares.iter_mut().for_each(|share| *share = share.div_ceil(splits).max(1));
     let mut d_query = Splitter::new(&mut gradients.d_query, shape.group() * padded(shape.head_dim));
     let mut parts: Vec<Part<T>> = Vec::new();
     let mut work = 0;
@@ -145,11 +151,11 @@ fn split_parts<'a, T: Real>(gradients: &'a mut Gradients<T>, tiles: &'a [QueryTi
             continue;
         }
         let head = tile.row as usize * shape.key_heads + key_head;
-        if work >= share || parts.last().is_none_or(|p| p.head != head) {
+        if work >= shares[tile.row as usize] || parts.last().is_none_or(|p| p.head != head) {
             parts.push(Part { head, key_head, tiles: Vec::new() });
             work = 0;
         }
-        work += tile.work();
+        work += pairs(tile);
         parts.last_mut().expect("pushed above").tiles.push((tile, d_query));
     }
     parts
@@ -225,25 +231,25 @@ fn visit<T: Real>(
 
             let key_columns = chunk.key_columns.tile(&chunk.tiles, row, head, keys.start);
             let (a, limits_of) = (Broadcast::rows(query, d), &limits.scores);
-            multiply(Product { out: probabilities, accumulate: false, a, b: key_columns, rows, limits: limits_of });
-            pulp::Arch::new().dispatch(Probabilities { scores: probabilities, spans, scale, lse });
+            T::multiply(Product { out: probabilities, accumulate: false, a, b: key_columns, rows, limits: limits_of });
+            T::probabilities(Probabilities { scores: probabilities, spans, scale, lse });
 
             let (a, out) = (Broadcast::transposed(probabilities, KEY_BLOCK), &mut d_value[own.clone()]);
             let b = Panels { data: d_out_panels, rows, columns: width };
-            multiply(Product { out, accumulate: true, a, b, rows: keys.len(), limits: over_rows });
+            T::multiply(Product { out, accumulate: true, a, b, rows: keys.len(), limits: over_rows });
 
             let value_columns = chunk.value_columns.tile(&chunk.tiles, row, head, keys.start);
             let a = Broadcast::rows(d_out, d);
-            multiply(Product { out: d_scores, accumulate: false, a, b: value_columns, rows, limits: limits_of });
-            pulp::Arch::new().dispatch(ScoreGradient { d_probabilities: d_scores, probabilities, spans, scale, delta });
+            T::multiply(Product { out: d_scores, accumulate: false, a, b: value_columns, rows, limits: limits_of });
+            T::score_gradient(ScoreGradient { d_probabilities: d_scores, probabilities, spans, scale, delta });
 
             let (a, b) =
                 (Broadcast::rows(d_scores, KEY_BLOCK), chunk.key_rows.tile(&chunk.tiles, row, head, keys.start));
-            multiply(Product { out: d_query, accumulate: true, a, b, rows, limits: &limits.over_keys });
+            T::multiply(Product { out: d_query, accumulate: true, a, b, rows, limits: &limits.over_keys });
 
             let (a, out) = (Broadcast::transposed(d_scores, KEY_BLOCK), &mut d_key[own]);
             let b = Panels { data: query_panels, rows, columns: width };
-            multiply(Product { out, accumulate: true, a, b, rows: keys.len(), limits: over_rows });
+            T::multiply(Product { out, accumulate: true, a, b, rows: keys.len(), limits: over_rows });
         }
     }
 }

@@ -22,10 +22,10 @@ pub struct CrossEntropy {
 /// If `label` is outside of the row.
 pub fn cross_entropy_row<T: Real>(options: CrossEntropy, logits: &mut [T], label: usize) -> f64 {
     assert!(label < logits.len());
-    pulp::Arch::new().dispatch(Row { options, logits, label })
+    T::cross_entropy(Row { options, logits, label })
 }
 
-struct Row<'a, T> {
+pub(crate) struct Row<'a, T> {
     options: CrossEntropy,
     logits: &'a mut [T],
     label: usize,

@@ -1,7 +1,7 @@
 //! Forward pass over one chunk of keys, continuing a running softmax.
 
 use crate::heads::{Heads, Shape};
-use crate::matmul::{Broadcast, Limits, Product, ROWS, multiply};
+use crate::matmul::{Broadcast, Limits, Product, ROWS};
 use crate::pack::{Columns, KeyTiles, Rows, padded};
 use crate::real::Real;
 use crate::softmax::{Rescale, Softmax, Span};
@@ -209,7 +209,7 @@ fn visit<T: Real>(
             let first_position = run.first_position + (keys.start - run.keys.start);
             set_spans(bounds, shape.group(), first_position, keys.len(), full, spans);
             limits.set(spans, d);
-            multiply(Product {
+            T::multiply(Product {
                 out: scores,
                 accumulate: false,
                 a: Broadcast::rows(query, d),
@@ -219,9 +219,9 @@ fn visit<T: Real>(
             });
             let rescale = &mut rescale[..rows];
             let (max, sum) = (&mut *task.max, &mut *task.sum);
-            pulp::Arch::new().dispatch(Softmax { scores, spans, scale, max, sum, rescale });
-            pulp::Arch::new().dispatch(Rescale { rows: task.out, columns: padded(d), factors: rescale });
-            multiply(Product {
+            T::softmax(Softmax { scores, spans, scale, max, sum, rescale });
+            T::rescale(Rescale { rows: task.out, columns: padded(d), factors: rescale });
+            T::multiply(Product {
                 out: task.out,
                 accumulate: true,
                 a: Broadcast::rows(scores, KEY_BLOCK),

@@ -12,6 +12,7 @@
 //! The CPU kernels run in f32 and f64 with rayon, on the matrix kernels of the `gemm` crate.
 
 mod backward;
+mod compiled;
 mod cross_entropy;
 mod forward;
 mod heads;

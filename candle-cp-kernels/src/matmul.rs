@@ -26,6 +26,8 @@ impl<'a, T> Broadcast<'a, T> {
 
 /// Columns of a panel.
 pub(crate) const PANEL: usize = 64;
+/// Terms that are summed up in one go: with a panel of f32 columns, 32 KiB of `b`.
+const TERMS: usize = 128;
 /// Vectors of columns in one micro-kernel: with 6 rows, 24 of 32 accumulators.
 const VECTORS: usize = 4;
 
@@ -87,33 +89,40 @@ impl<T: Real> WithSimd for Product<'_, T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        self.check();
+        let (terms, columns) = self.check();
         let lanes = lanes::<S, T>();
-        for (group, limits) in self.limits.iter().enumerate() {
-            let first = group * ROWS;
-            let rows = ROWS.min(self.rows - first);
-            let (start, end) = (limits.columns.start / LANES * LANES, limits.columns.end.next_multiple_of(LANES));
-            let mut column = start;
-            while column < end {
-                let vectors = VECTORS.min((end.min(column / PANEL * PANEL + PANEL) - column) / lanes);
-                let block = Block { first, column, terms: limits.terms.clone() };
-                // SAFETY: `check` proved that the largest index of each operand lies inside of its slice.
-                unsafe { by_rows(simd, &self, rows, vectors, block) };
-                column += vectors * lanes;
+        // A block of `b`, TERMS x PANEL, stays in the first-level cache while all rows pass over it.
+        for panel in (0..columns).step_by(PANEL) {
+            for first_term in (0..terms).step_by(TERMS) {
+                for (group, limits) in self.limits.iter().enumerate() {
+                    let terms = limits.terms.start.max(first_term)..limits.terms.end.min(first_term + TERMS);
+                    let mut column = (limits.columns.start / LANES * LANES).max(panel);
+                    let end = limits.columns.end.next_multiple_of(LANES).min(panel + PANEL);
+                    let first = group * ROWS;
+                    let rows = ROWS.min(self.rows - first);
+                    while column < end && !terms.is_empty() {
+                        let vectors = VECTORS.min((end - column) / lanes);
+                        let add = self.accumulate || first_term > limits.terms.start;
+                        let block = Block { first, column, terms: terms.clone(), add };
+                        // SAFETY: `check` proved that the largest index of each operand lies inside of its slice.
+                        unsafe { by_rows(simd, &self, rows, vectors, block) };
+                        column += vectors * lanes;
+                    }
+                }
             }
         }
     }
 }
 
 impl<T: Real> Product<'_, T> {
-    /// Everything that the micro-kernels rely on.
-    fn check(&self) {
+    /// Everything that the micro-kernels rely on; returns the largest term and column of any group.
+    fn check(&self) -> (usize, usize) {
         assert_eq!(self.limits.len(), self.rows.div_ceil(ROWS), "one limit for each group of rows");
         assert!(self.b.columns.is_multiple_of(LANES), "rows are whole vectors");
         let terms = self.limits.iter().map(|l| l.terms.end).max().unwrap_or(0);
         let columns = self.limits.iter().map(|l| l.columns.end.next_multiple_of(LANES)).max().unwrap_or(0);
         if self.rows == 0 || columns == 0 {
-            return;
+            return (0, 0);
         }
         assert!((self.rows - 1) * self.b.columns + columns <= self.out.len());
         if terms > 0 {
@@ -121,6 +130,7 @@ impl<T: Real> Product<'_, T> {
             assert!(terms <= self.b.rows && columns <= self.b.columns);
             assert!(self.b.rows * self.b.columns <= self.b.data.len());
         }
+        (terms, columns)
     }
 }
 
@@ -132,6 +142,7 @@ struct Block {
     first: usize,
     column: usize,
     terms: Range<usize>,
+    add: bool,
 }
 
 #[inline(always)]
@@ -175,7 +186,7 @@ unsafe fn kernel<S: Simd, T: Real, const R: usize, const V: usize>(simd: S, p: &
         let mut a = p.a.data.as_ptr().add(block.first * p.a.row + block.terms.start * p.a.column);
         let (b_start, b_row) = p.b.place(block.column);
         let mut b = p.b.data.as_ptr().add(b_start + block.terms.start * b_row);
-        for _ in block.terms {
+        for _ in block.terms.clone() {
             let mut row = [T::splat(simd, T::ZERO); V];
             for (v, vector) in row.iter_mut().enumerate() {
                 *vector = b.add(v * lanes).cast::<T::Vector<S>>().read_unaligned();
@@ -193,26 +204,22 @@ unsafe fn kernel<S: Simd, T: Real, const R: usize, const V: usize>(simd: S, p: &
         for (r, sums) in sums.iter().enumerate() {
             for (v, &sum) in sums.iter().enumerate() {
                 let at = out.add(r * p.b.columns + v * lanes).cast::<T::Vector<S>>();
-                let sum = if p.accumulate { T::add_vectors(simd, at.read_unaligned(), sum) } else { sum };
+                let sum = if block.add { T::add_vectors(simd, at.read_unaligned(), sum) } else { sum };
                 at.write_unaligned(sum);
             }
         }
     }
 }
 
-/// Runs a product with the best instruction set of this machine.
-pub(crate) fn multiply<T: Real>(product: Product<T>) {
-    pulp::Arch::new().dispatch(product);
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::compiled::Compiled;
 
     /// Against plain loops, over shapes with every remainder of rows and vectors, strides, and limits.
     #[test]
     fn product_equals_plain_loops() {
-        for (m, k, n) in [(1, 1, 16), (5, 7, 32), (6, 3, 48), (13, 20, 64), (20, 9, 80), (17, 33, 208)] {
+        for (m, k, n) in [(1, 1, 16), (5, 7, 32), (6, 3, 48), (13, 20, 64), (20, 9, 80), (17, 300, 208)] {
             for accumulate in [false, true] {
                 let value = |i: usize| ((i * 7919) % 23) as f64 - 11.0;
                 let a: Vec<f64> = (0..m * k).map(value).collect();
@@ -228,7 +235,7 @@ mod tests {
                 let mut out = vec![1.0; m * n];
                 // `a` is stored transposed.
                 let a = Broadcast::transposed(&a, m);
-                multiply(Product { out: &mut out, accumulate, a, b, rows: m, limits: &limits });
+                f64::multiply(Product { out: &mut out, accumulate, a, b, rows: m, limits: &limits });
                 for i in 0..m {
                     let Limits { terms, columns } = &limits[i / ROWS];
                     for j in columns.clone() {

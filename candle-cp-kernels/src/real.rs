@@ -1,12 +1,14 @@
 //! The two accumulation types, f32 and f64.
 
+use crate::compiled::Compiled;
 use pulp::Simd;
 use std::fmt::Debug;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Sub};
 
 /// A type that attention accumulates in.
 pub trait Real:
-    Copy
+    Compiled
+    + Copy
     + Send
     + Sync
     + Debug

@@ -87,9 +87,14 @@ impl TileCount {
 }
 
 impl QueryTile {
-    /// Key columns visited times queries: a measure of work for balancing.
-    pub(crate) fn work(&self) -> usize {
-        let keys: usize = self.runs.iter().map(|r| r.keys.len()).sum();
-        keys * self.queries.len()
+    /// Pairs that are allowed, given the bounds of the queries of this row: the work worth balancing. It does not depend
+    /// on how many masked keys are visited.
+    pub(crate) fn pairs(&self, bounds: &[Bounds]) -> usize {
+        let seen = |run: &KeyRun, b: &Bounds| {
+            let end = run.first_position + run.keys.len() as u32;
+            b.end.min(end).saturating_sub(b.first.max(run.first_position)) as usize
+        };
+        let bounds = &bounds[self.queries.start as usize..self.queries.end as usize];
+        self.runs.iter().map(|run| bounds.iter().map(|b| seen(run, b)).sum::<usize>()).sum()
     }
 }

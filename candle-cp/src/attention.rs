@@ -18,8 +18,9 @@ use std::sync::{Arc, Mutex};
 /// (f64 for f64) throughout. Returns the output `[B, Hq, S_local, D]` and the natural log of the sum of
 /// `exp(scale * q.k)` over the allowed keys, `[B, Hq, S_local]` in the accumulation type and without a graph.
 ///
-/// A query without any key gets output 0, log-sum-exp -inf and gradient 0. A NaN in a query or key reaches the queries
-/// that may see it; a NaN or infinity in a value may reach every query that visits a tile with it.
+/// A query without any key gets output 0, log-sum-exp -inf and gradient 0. A NaN in a query or key reaches the outputs
+/// of the queries that may see it; a NaN or infinity in a value, and in backward any NaN, may also reach other queries of
+/// the same tile.
 pub(crate) fn ring_attention(
     comm: &Arc<dyn Communicator>,
     plan: &Arc<AttentionPlan>,

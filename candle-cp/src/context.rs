@@ -153,8 +153,8 @@ impl CpContext {
     /// ranks, scores multiplied by `scale`. Query head `h` reads key head `h / (Hq / Hkv)`. Types: f32, f64, bf16, f16;
     /// sums run in f32 (f64 for f64). A query without any key gets output 0 and gradient 0.
     ///
-    /// A NaN in a query or key reaches the queries that may see it; a NaN or infinity in a value may also reach others
-    /// in the same tile. Every rank has to call it, and later to call backward.
+    /// A NaN in a query or key reaches the outputs of the queries that may see it; a NaN or infinity in a value, and in
+    /// backward any NaN, may also reach other queries of the same tile. Every rank has to call it, and later to call backward.
     ///
     /// # Errors
     /// Shapes or types that do not fit each other or the context; a failing peer.

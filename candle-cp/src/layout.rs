@@ -94,13 +94,13 @@ impl SequenceLayout {
     }
 
     /// Any partition: `ranges[rank]` in local order. Together they cover `0..padded` once, for some `padded >= len`;
-    /// ranks may own different amounts, or nothing.
+    /// ranks may own different amounts. A rank that is given nothing gets one token of padding at the end.
     ///
     /// # Errors
     /// A gap, an overlap, less than `len` tokens, an empty list.
     pub fn from_ranges(len: usize, ranges: Vec<Vec<Range<usize>>>) -> Result<Self> {
         check(len, ranges.len())?;
-        let ranges: Vec<_> = ranges.into_iter().map(merge).collect();
+        let mut ranges: Vec<_> = ranges.into_iter().map(merge).collect();
         let mut all: Vec<_> = ranges.iter().flatten().cloned().collect();
         all.sort_by_key(|r| r.start);
         let fix = "list every token once";
@@ -116,6 +116,12 @@ impl SequenceLayout {
         if next < len {
             return Err(Error::argument("ranges", format!("{next} tokens"), format!("the row has {len}"), fix));
         }
+        // Candle drops an operand that is empty, and the graph behind it: every rank gets something to hold.
+        for range in ranges.iter_mut().filter(|r| r.is_empty()) {
+            range.push(next..next + 1);
+            next += 1;
+        }
+        check(next, ranges.len())?;
         Ok(Self { len, padded_len: next, ranges })
     }
 

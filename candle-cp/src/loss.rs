@@ -45,6 +45,10 @@ pub fn linear_cross_entropy(
     options: &LossOptions,
 ) -> Result<Tensor> {
     let (vocabulary, width) = weight_vh.dims2()?;
+    if vocabulary == 0 || width == 0 {
+        let given = format!("of shape {:?}", weight_vh.dims());
+        return Err(Error::argument("weight", given, "it is [V, H] with V and H at least 1", "pass the head's weight"));
+    }
     let tokens = labels.elem_count();
     let hidden_nh = hidden.reshape(((), width))?;
     if hidden_nh.dim(0)? != tokens {

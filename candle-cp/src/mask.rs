@@ -64,7 +64,8 @@ impl MaskRule {
     pub fn allowed(&self, q: TokenAt, k: TokenAt) -> bool {
         let in_window = self.window.is_none_or(|window| {
             let distance = q.position - k.position;
-            distance < window as i64 && (!self.both_sides || -distance < window as i64)
+            let window = i64::try_from(window).unwrap_or(i64::MAX);
+            distance < window && (!self.both_sides || -distance < window)
         });
         let together = self.groups && q.group >= 0 && q.group == k.group;
         q.document == k.document

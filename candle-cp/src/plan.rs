@@ -54,7 +54,6 @@ pub struct AttentionPlan {
     bounds: Vec<Vec<Bounds>>,
     own: Edge,
     hops: Vec<Hop>,
-    distances: Vec<usize>,
     live_pairs: Vec<usize>,
 }
 
@@ -74,20 +73,15 @@ impl AttentionPlan {
         let planner = Planner { layout, blocks: summarise(layout, &rows, trim), trim };
         let ranks = layout.ranks();
         let mut hops = Vec::new();
-        let mut distances = Vec::new();
         for distance in 1..ranks {
             let (to, from) = ((rank + distance) % ranks, (rank + ranks - distance) % ranks);
             let send = planner.keys(to, rank);
             let receive = planner.edge(from, planner.keys(rank, from), rank);
             let send = (!send.is_empty()).then_some((to, send));
             let receive = (!receive.keys.is_empty()).then_some((from, receive));
-            if send.is_some() || receive.is_some() {
+            let needed = |q: usize| !planner.keys(q, (q + ranks - distance) % ranks).is_empty();
+            if (0..ranks).any(needed) {
                 hops.push(Hop { distance, send, receive });
-            }
-            if (0..ranks)
-                .any(|query_rank| !planner.keys(query_rank, (query_rank + ranks - distance) % ranks).is_empty())
-            {
-                distances.push(distance);
             }
         }
         let all = 0..layout.local_len(rank);
@@ -100,7 +94,7 @@ impl AttentionPlan {
                 .flat_map(|range| rows.iter().map(move |row| row[range.clone()].iter().map(Bounds::len).sum::<usize>()))
                 .sum()
         };
-        Ok(Self { bounds, own, hops, distances, live_pairs: (0..ranks).map(pairs).collect() })
+        Ok(Self { bounds, own, hops, live_pairs: (0..ranks).map(pairs).collect() })
     }
 
     /// Visible key positions (global row indices) of every local query, `[B][S_local]`.
@@ -113,14 +107,16 @@ impl AttentionPlan {
         &self.own
     }
 
-    /// The hops that this rank takes part in, by increasing distance.
+    /// The hops of the ring, by increasing distance: every distance at which any rank sends keys. A rank that has nothing
+    /// to do at one keeps it, so that all ranks walk the same steps; in another order they could wait for each other in
+    /// a circle.
     pub fn hops(&self) -> &[Hop] {
         &self.hops
     }
 
-    /// The distances at which any rank sends keys; the length of the ring.
-    pub fn distances(&self) -> &[usize] {
-        &self.distances
+    /// The distances of the hops; their number is the length of the ring.
+    pub fn distances(&self) -> Vec<usize> {
+        self.hops.iter().map(|hop| hop.distance).collect()
     }
 
     /// Allowed (query, key) pairs by query rank, over all batch rows: the live work of each rank per head.
@@ -157,7 +153,7 @@ impl AttentionPlan {
         }
         let live_pairs = vec![bounds.iter().flatten().map(Bounds::len).sum()];
         let own = Edge { keys: vec![0..keys], tiles };
-        Self { bounds, own, hops: Vec::new(), distances: Vec::new(), live_pairs }
+        Self { bounds, own, hops: Vec::new(), live_pairs }
     }
 }
 

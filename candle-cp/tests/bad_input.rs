@@ -29,44 +29,21 @@ const F32: [DType; 3] = [DType::F32; 3];
 fn shapes_that_do_not_fit() {
     let good = [2, 2, 7, 4];
     attend(&good, &good, &good, F32).expect("the baseline is fine");
-    let cases: [(&[usize], &[usize], &[usize], &str); 8] = [
-        (&[2, 2, 7], &good, &good, "they are [B, H, S, D], and k and v have one shape; project and transpose them so"),
-        (
-            &good,
-            &[2, 7, 4],
-            &[2, 7, 4],
-            "they are [B, H, S, D], and k and v have one shape; project and transpose them so",
-        ),
-        (
-            &good,
-            &good,
-            &[2, 1, 7, 4],
-            "they are [B, H, S, D], and k and v have one shape; project and transpose them so",
-        ),
-        (&[1, 2, 7, 4], &good, &good, "q and k have the same batch and head size; check the projections"),
-        (&[2, 2, 7, 3], &good, &good, "q and k have the same batch and head size; check the projections"),
-        (
-            &[2, 2, 6, 4],
-            &good,
-            &good,
-            "this rank has 2 rows of 7 queries and 7 keys; shard the tensors with the context that attends",
-        ),
-        (
-            &good,
-            &[2, 2, 8, 4],
-            &[2, 2, 8, 4],
-            "this rank has 2 rows of 7 queries and 7 keys; shard the tensors with the context that attends",
-        ),
-        (
-            &[3, 2, 7, 4],
-            &[3, 2, 7, 4],
-            &[3, 2, 7, 4],
-            "this rank has 2 rows of 7 queries and 7 keys; shard the tensors with the context that attends",
-        ),
-    ];
-    for (q, k, v, text) in cases {
+    let rank = "they are [B, H, S, D], and k and v have one shape; project and transpose them so";
+    let heads = "q and k have the same batch and head size; check the projections";
+    let local = "this rank has 2 rows of 7 queries and 7 keys; shard the tensors with the context that attends";
+    let check = |q: &[usize], k: &[usize], v: &[usize], text: &str| {
         assert_refused(attend(q, k, v, F32), "q, k, v", &format!("q, k, v is q {q:?}, k {k:?}, v {v:?}, but {text}"));
-    }
+    };
+    check(&[2, 2, 7], &good, &good, rank);
+    check(&good, &[2, 7, 4], &[2, 7, 4], rank);
+    check(&good, &good, &[2, 1, 7, 4], rank);
+    check(&[1, 2, 7, 4], &good, &good, heads);
+    check(&[2, 2, 7, 3], &good, &good, heads);
+    check(&[2, 2, 7, 0], &[2, 2, 7, 0], &[2, 2, 7, 0], heads);
+    check(&[2, 2, 6, 4], &good, &good, local);
+    check(&good, &[2, 2, 8, 4], &[2, 2, 8, 4], local);
+    check(&[3, 2, 7, 4], &[3, 2, 7, 4], &[3, 2, 7, 4], local);
 }
 
 #[test]

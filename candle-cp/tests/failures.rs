@@ -22,7 +22,7 @@ enum Act {
 }
 
 const ACTS: [Act; 4] = [Act::Fails, Act::Panics, Act::ReturnsEarly, Act::StaysSilent];
-const SHORT: Duration = Duration::from_millis(300);
+const SHORT: Duration = Duration::from_millis(500);
 const LONG: Duration = Duration::from_secs(60);
 
 impl Act {
@@ -62,9 +62,8 @@ fn texts(
         Act::Panics => {
             assert_eq!((rank, source.to_string().as_str()), (BAD, "panicked: index out of bounds, says the test"));
         }
-        Act::ReturnsEarly | Act::StaysSilent => {
-            assert!(source.to_string().contains(&format!("rank {BAD}")), "{act:?}: {source}");
-        }
+        Act::ReturnsEarly => assert!(source.to_string().contains(&format!("rank {BAD}")), "{source}"),
+        Act::StaysSilent => assert!(source.to_string().contains("got no answer"), "{source}"),
     }
     let text = |(rank, result): (usize, std::result::Result<(), String>)| match result {
         Err(text) => text,
@@ -82,7 +81,7 @@ fn assert_named(act: Act, operation: &str, texts: &[String]) {
             Act::Fails => "no more memory",
             Act::Panics => "index out of bounds, says the test",
             Act::ReturnsEarly => "has already returned",
-            Act::StaysSilent => "within 300ms",
+            Act::StaysSilent => "within 500ms",
         };
         assert!(text.contains(reason), "{act:?}, rank {rank}: {text}");
     }
@@ -135,7 +134,8 @@ fn between_forward_and_backward() {
                 None => Ok(out.sum_all()?.backward().map(|_| ())?),
             }
         });
-        assert_named(act, "KeyValue (call 1, step ", &texts);
+        // A slow rank may still be in forward.
+        assert_named(act, "KeyValue", &texts);
     }
 }
 
@@ -160,7 +160,12 @@ fn in_the_middle_of_a_ring() {
             }
             Ok(())
         });
-        assert_named(act, "KeyValue (call 0, step ", &texts);
+        if act == Act::StaysSilent {
+            // Rank 3 waits for rank 0, which waits for the silent one: either deadline may pass first.
+            assert!(texts.iter().all(|text| text.contains("within 500ms")), "{texts:?}");
+        } else {
+            assert_named(act, "KeyValue (call 0, step ", &texts);
+        }
     }
 }
 

@@ -52,13 +52,13 @@ impl Default for Config {
         Self {
             cp: 2,
             layout: LayoutKind::HeadTail,
-            steps: 480,
+            steps: 1500,
             seed: 0,
             model: None,
             data: None,
             out: PathBuf::from("runs/finetune_gemma4"),
             lr: None,
-            batch_rows: 4,
+            batch_rows: 2,
             seq_len: 256,
             optimizer: AdamWConfig::default(),
             max_grad_norm: 1.0,
@@ -70,20 +70,10 @@ impl Default for Config {
 
 impl Config {
     /// The flags that [`Config::set`] knows.
-    pub const FLAGS: [&str; 10] = [
-        "--cp",
-        "--layout",
-        "--steps",
-        "--seed",
-        "--model",
-        "--data",
-        "--out",
-        "--lr",
-        "--batch-rows",
-        "--seq-len",
-    ];
+    pub const FLAGS: [&str; 10] =
+        ["--cp", "--layout", "--steps", "--seed", "--model", "--data", "--out", "--lr", "--batch-rows", "--seq-len"];
     /// Learning rate of fresh weights, unless `--lr` is given.
-    pub const DEFAULT_RATE_FRESH: f64 = 3e-3;
+    pub const DEFAULT_RATE_FRESH: f64 = 2e-3;
     /// Learning rate of a checkpoint, unless `--lr` is given.
     pub const DEFAULT_RATE_CHECKPOINT: f64 = 1e-4;
 
@@ -112,8 +102,7 @@ impl Config {
 
     /// The highest learning rate.
     pub fn rate(&self) -> f64 {
-        let default =
-            if self.model.is_some() { Self::DEFAULT_RATE_CHECKPOINT } else { Self::DEFAULT_RATE_FRESH };
+        let default = if self.model.is_some() { Self::DEFAULT_RATE_CHECKPOINT } else { Self::DEFAULT_RATE_FRESH };
         self.lr.unwrap_or(default)
     }
 
@@ -129,7 +118,7 @@ impl Config {
             return Err(Error::flag("--steps", 0, at_least_one, "20 steps show whether a set-up works"));
         }
         if self.batch_rows == 0 {
-            return Err(Error::flag("--batch-rows", 0, at_least_one, "4 rows fit most machines"));
+            return Err(Error::flag("--batch-rows", 0, at_least_one, "2 rows are a good start"));
         }
         if let Some(rate) = self.lr.filter(|rate| !(*rate > 0.0 && *rate < 1.0)) {
             let fix = format!("try {:e}", Self { lr: None, ..self.clone() }.rate());
@@ -152,16 +141,19 @@ impl Config {
                 let fix = "download the checkpoint first and give the folder, not a file in it";
                 Err(Error::flag("--model", model.display(), allowed, fix))
             }
-            _ if self.out.exists() && !self.out.is_dir() => {
-                Err(Error::flag("--out", self.out.display(), "a folder, which is made if need be", "choose another name"))
-            }
+            _ if self.out.exists() && !self.out.is_dir() => Err(Error::flag(
+                "--out",
+                self.out.display(),
+                "a folder, which is made if need be",
+                "choose another name",
+            )),
             _ => Ok(()),
         }
     }
 }
 
 /// Learning rates, for messages.
-const RATES: &str = "a number above 0 and below 1, such as 3e-3";
+const RATES: &str = "a number above 0 and below 1, such as 1e-3";
 
 fn count(most: usize) -> String {
     format!("a whole number from 1 to {most}")
@@ -178,7 +170,7 @@ fn parse<T: FromStr>(flag: &'static str, value: &str, allowed: &str) -> Result<T
         "--steps" => "--steps 100",
         "--seed" => "--seed 0",
         "--lr" => "--lr 1e-4",
-        "--batch-rows" => "--batch-rows 4",
+        "--batch-rows" => "--batch-rows 2",
         _ => "--seq-len 256",
     };
     value.trim().parse().map_err(|_| Error::flag(flag, value, allowed, format!("write for example {example}")))
@@ -231,9 +223,9 @@ mod tests {
             ("--steps", "1.5", ["\"1.5\"", "at least 1", "--steps 100"]),
             ("--seed", "-3", ["\"-3\"", "18446744073709551615", "--seed 0"]),
             ("--lr", "fast", ["\"fast\"", "above 0 and below 1", "--lr 1e-4"]),
-            ("--lr", "0", ["\"0\"", "above 0 and below 1", "try 3e-3"]),
-            ("--lr", "NaN", ["\"NaN\"", "above 0 and below 1", "try 3e-3"]),
-            ("--batch-rows", "0", ["\"0\"", "at least 1", "4 rows"]),
+            ("--lr", "0", ["\"0\"", "above 0 and below 1", "try 2e-3"]),
+            ("--lr", "NaN", ["\"NaN\"", "above 0 and below 1", "try 2e-3"]),
+            ("--batch-rows", "0", ["\"0\"", "at least 1", "2 rows"]),
             ("--seq-len", "0", ["\"0\"", "from 1 to 16777216", "longest document"]),
             ("--data", "x.jsonl", ["\"x.jsonl\"", "beside --model DIR", "leave --data out"]),
             ("--model", "no-such-folder", ["\"no-such-folder\"", "config.json", "download the checkpoint"]),
@@ -254,14 +246,11 @@ mod tests {
     fn data_needs_a_file_that_exists() {
         let model = tempfile::tempdir().unwrap();
         std::fs::write(model.path().join("config.json"), "{}").unwrap();
-        let config = Config {
-            model: Some(model.path().to_path_buf()),
-            data: Some("absent.jsonl".into()),
-            ..Config::default()
-        };
+        let config =
+            Config { model: Some(model.path().to_path_buf()), data: Some("absent.jsonl".into()), ..Config::default() };
         let error = config.validate().unwrap_err().to_string();
         assert!(error.contains("--data \"absent.jsonl\": allowed is an existing JSONL file"), "{error}");
         assert_eq!(Config { data: None, ..config.clone() }.validate().ok(), Some(()));
-        assert_eq!((config.rate(), Config::default().rate()), (1e-4, 3e-3));
+        assert_eq!((config.rate(), Config::default().rate()), (1e-4, 2e-3));
     }
 }

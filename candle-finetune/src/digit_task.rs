@@ -71,7 +71,13 @@ impl DigitTask {
         let soft_tokens = soft_tokens
             .map_err(|reason| Error::Task { task: "digits", reason: format!("a digit's picture {reason}") })?;
         let digit_ids = (0..10).map(|digit: u8| vocabulary.single(&digit.to_string(), "answers consist of digits"));
-        Ok(Self { digits: Digits::load()?, digit_ids: digit_ids.collect::<Result<_>>()?, vocabulary, side, soft_tokens })
+        Ok(Self {
+            digits: Digits::load()?,
+            digit_ids: digit_ids.collect::<Result<_>>()?,
+            vocabulary,
+            side,
+            soft_tokens,
+        })
     }
 
     /// Digits to train on and held out.
@@ -79,7 +85,8 @@ impl DigitTask {
         &self.digits
     }
 
-    /// Endless conversations about the training digits: every digit comes once before any comes again.
+    /// Endless conversations about the training digits: every digit comes once before any comes again, a little
+    /// different each time, because so few images would be learned by heart.
     pub fn training(&self, seed: u64) -> Conversations<'_> {
         Conversations::new(self, &self.digits.train, seed, true)
     }
@@ -94,12 +101,12 @@ impl DigitTask {
     /// # Errors
     /// The tokenizer failed.
     pub fn longest(&self) -> Result<usize> {
-        let digit = &self.digits.train[0];
+        let digit = self.digits.train[0];
         let turns = vec![vec![digit; PICTURES_OUT_OF_TEN.len()]; MAX_READ_TURNS];
         Ok(self.conversation(&turns)?.len())
     }
 
-    fn conversation(&self, turns: &[Vec<&Digit>]) -> Result<Sample> {
+    fn conversation(&self, turns: &[Vec<Digit>]) -> Result<Sample> {
         let mut sample = Sample::default();
         sample.push(&[self.vocabulary.bos]);
         for digits in turns {
@@ -110,7 +117,7 @@ impl DigitTask {
     }
 
     /// A turn of the user and the model's answer.
-    fn push_turns(&self, sample: &mut Sample, question: Question, digits: &[&Digit]) -> Result<()> {
+    fn push_turns(&self, sample: &mut Sample, question: Question, digits: &[Digit]) -> Result<()> {
         sample.push(&self.vocabulary.open_turn("user")?);
         if question == Question::Read {
             for digit in digits {
@@ -144,13 +151,14 @@ pub struct Conversations<'a> {
     digits: &'a [Digit],
     /// Digits left of this round, taken from the end.
     deck: Vec<usize>,
-    endless: bool,
+    /// Training: no end, and varied images.
+    training: bool,
     rng: StdRng,
 }
 
 impl<'a> Conversations<'a> {
-    fn new(task: &'a DigitTask, digits: &'a [Digit], seed: u64, endless: bool) -> Self {
-        let mut conversations = Self { task, digits, deck: Vec::new(), endless, rng: StdRng::seed_from_u64(seed) };
+    fn new(task: &'a DigitTask, digits: &'a [Digit], seed: u64, training: bool) -> Self {
+        let mut conversations = Self { task, digits, deck: Vec::new(), training, rng: StdRng::seed_from_u64(seed) };
         conversations.shuffle();
         conversations
     }
@@ -160,11 +168,12 @@ impl<'a> Conversations<'a> {
         self.deck.shuffle(&mut self.rng);
     }
 
-    fn draw(&mut self) -> Option<&'a Digit> {
-        if self.deck.is_empty() && self.endless {
+    fn draw(&mut self) -> Option<Digit> {
+        if self.deck.is_empty() && self.training {
             self.shuffle();
         }
-        self.deck.pop().map(|index| &self.digits[index])
+        let digit = self.digits[self.deck.pop()?];
+        Some(if self.training { digit.varied(&mut self.rng) } else { digit })
     }
 
     fn picture_count(&mut self) -> usize {
@@ -184,7 +193,7 @@ impl Source for Conversations<'_> {
         let mut turns = Vec::with_capacity(turn_count);
         for _ in 0..turn_count {
             let count = self.picture_count();
-            let digits: Vec<&Digit> = (0..count).map_while(|_| self.draw()).collect();
+            let digits: Vec<Digit> = (0..count).map_while(|_| self.draw()).collect();
             if !digits.is_empty() {
                 turns.push(digits);
             }
@@ -215,7 +224,7 @@ mod tests {
     #[test]
     fn a_conversation_reads_turn_by_turn_and_repeats_at_the_end() -> Result<()> {
         let task = task()?;
-        let digit = |value| task.digits.train.iter().find(|digit| digit.value == value).expect("all digits are there");
+        let digit = |value| *task.digits.train.iter().find(|digit| digit.value == value).expect("all digits are there");
         let sample = task.conversation(&[vec![digit(3), digit(8)], vec![digit(1)]])?;
         let image = "<|image><|image|><|image|><|image|><|image|><image|>";
         assert_eq!(

@@ -3,6 +3,7 @@
 use std::io::Read;
 
 use flate2::read::GzDecoder;
+use rand::Rng;
 
 use crate::error::{Error, Result};
 use crate::picture::Picture;
@@ -16,8 +17,15 @@ const HELD_OUT_EVERY: usize = 6;
 
 const TABLE: &[u8] = include_bytes!("../data/digits.csv.gz");
 
+/// Most pixels that [`Digit::varied`] moves an image.
+const MAX_SHIFT: f32 = 0.25;
+/// Largest share by which it stretches and slants an image.
+const MAX_STRETCH: f32 = 0.1;
+/// Most grey levels that it adds to or takes from a pixel.
+const MAX_NOISE: f32 = 1.6;
+
 /// One image and what it shows.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Digit {
     /// Grey levels from 0 (paper) to 16 (ink), row by row, 8 x 8.
     pub levels: [u8; SIDE * SIDE],
@@ -47,6 +55,34 @@ impl Digit {
             }
         }
         Picture { width: side, height: side, rgb }
+    }
+
+    /// The same digit as it might have been written another time: moved, stretched and slanted by less than a pixel,
+    /// with a little noise.
+    pub fn varied(&self, rng: &mut impl Rng) -> Self {
+        let mut up_to = |most: f32| rng.random_range(-most..=most);
+        let (right, down) = (up_to(MAX_SHIFT), up_to(MAX_SHIFT));
+        let (stretch, slant) = (1.0 + up_to(MAX_STRETCH), up_to(MAX_STRETCH));
+        let middle = (SIDE - 1) as f32 / 2.0;
+        let mut levels = self.levels;
+        for (place, level) in levels.iter_mut().enumerate() {
+            let (x, y) = ((place % SIDE) as f32 - middle, (place / SIDE) as f32 - middle);
+            let (from_x, from_y) = (middle + right + stretch * x + slant * y, middle + down + stretch * y);
+            let value = self.level_at(from_x, from_y) + up_to(MAX_NOISE);
+            *level = value.round().clamp(0.0, f32::from(MAX_LEVEL)) as u8;
+        }
+        Self { levels, value: self.value }
+    }
+
+    /// Grey level between the pixels; 0 outside.
+    fn level_at(&self, x: f32, y: f32) -> f32 {
+        let pixel = |x: f32, y: f32| {
+            let inside = |at: f32| (0.0..SIDE as f32).contains(&at);
+            if inside(x) && inside(y) { f32::from(self.levels[y as usize * SIDE + x as usize]) } else { 0.0 }
+        };
+        let (left, top) = (x.floor(), y.floor());
+        let row = |y: f32| pixel(left, y) * (1.0 - (x - left)) + pixel(left + 1.0, y) * (x - left);
+        row(top) * (1.0 - (y - top)) + row(top + 1.0) * (y - top)
     }
 }
 
@@ -100,6 +136,8 @@ fn parse_line(line: &str) -> std::result::Result<Digit, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rand::SeedableRng;
+    use rand::rngs::StdRng;
 
     #[test]
     fn the_table_has_all_digits_on_both_sides() -> Result<()> {
@@ -133,6 +171,33 @@ mod tests {
             let error = parse(&format!("{good}\n{bad}\n")).unwrap_err().to_string();
             assert!(error.starts_with("digits, line 2: ") && error.contains(reason), "{error}");
         }
+    }
+
+    #[test]
+    fn variants_stay_close_and_levels_stay_in_range() -> Result<()> {
+        let digits = Digits::load()?;
+        let mut rng = StdRng::seed_from_u64(1);
+        for digit in &digits.train[..100] {
+            let varied = digit.varied(&mut rng);
+            assert_eq!(varied.value, digit.value);
+            assert_ne!(varied.levels, digit.levels);
+            assert!(varied.levels.iter().all(|&level| level <= MAX_LEVEL));
+            let moved = varied.levels.iter().zip(&digit.levels).map(|(a, b)| f32::from(a.abs_diff(*b)));
+            let mean = moved.sum::<f32>() / 64.0;
+            assert!(mean < 4.0, "a pixel moves by {mean} levels of 16 on average");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn levels_between_pixels_are_mixed() {
+        let mut digit = Digit { levels: [0; 64], value: 0 };
+        (digit.levels[0], digit.levels[1], digit.levels[8]) = (16, 8, 4);
+        assert_eq!(digit.level_at(0.0, 0.0), 16.0);
+        assert_eq!(digit.level_at(0.5, 0.0), 12.0);
+        assert_eq!(digit.level_at(0.0, 0.25), 13.0);
+        assert_eq!(digit.level_at(-0.5, 0.0), 8.0);
+        assert_eq!(digit.level_at(7.9, 9.0), 0.0);
     }
 
     #[test]

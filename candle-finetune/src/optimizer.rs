@@ -22,7 +22,7 @@ pub struct AdamWConfig {
 
 impl Default for AdamWConfig {
     fn default() -> Self {
-        Self { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.01 }
+        Self { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.05 }
     }
 }
 

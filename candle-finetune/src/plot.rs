@@ -41,9 +41,8 @@ fn draw(path: &Path, losses: &[f64]) -> std::result::Result<(), Box<dyn std::err
     let points = |values: Vec<f64>| values.into_iter().enumerate().map(|(i, value)| ((i + 1) as f64, value));
     let light = RGBColor(150, 190, 230);
     let dark = RGBColor(20, 70, 140);
-    let swatch = |color: RGBColor, width| {
-        move |(x, y)| PathElement::new([(x, y), (x + 24, y)], color.stroke_width(width))
-    };
+    let swatch =
+        |color: RGBColor, width| move |(x, y)| PathElement::new([(x, y), (x + 24, y)], color.stroke_width(width));
     let window = smoothing_window(losses.len());
     chart
         .draw_series(LineSeries::new(points(losses.to_vec()), light.stroke_width(1)))?
@@ -68,10 +67,11 @@ fn smoothing_window(steps: usize) -> usize {
     (steps / SMOOTHING).max(1)
 }
 
-/// Mean of each value and up to `window - 1` values before it.
+/// Mean of each value and its neighbours, `window` of them in all; near the ends of as many as there are.
 fn running_mean(values: &[f64], window: usize) -> Vec<f64> {
     let mean = |slice: &[f64]| slice.iter().sum::<f64>() / slice.len() as f64;
-    (1..=values.len()).map(|end| mean(&values[end.saturating_sub(window)..end])).collect()
+    let around = |i: usize| i.saturating_sub(window / 2)..(i + window.div_ceil(2)).min(values.len());
+    (0..values.len()).map(|i| mean(&values[around(i)])).collect()
 }
 
 #[cfg(test)]
@@ -79,7 +79,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_smooth_line_averages_the_last_steps() {
+    fn the_smooth_line_averages_neighbours() {
+        assert_eq!(running_mean(&[3.0, 0.0, 3.0, 6.0], 3), [1.5, 2.0, 3.0, 4.5]);
         assert_eq!(running_mean(&[4.0, 2.0, 0.0, 4.0], 2), [4.0, 3.0, 1.0, 2.0]);
         assert_eq!(running_mean(&[4.0, 2.0], 1), [4.0, 2.0]);
         assert_eq!([smoothing_window(10), smoothing_window(500)], [1, 20]);

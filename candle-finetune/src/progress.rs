@@ -30,10 +30,8 @@ impl Progress {
 
     /// Shows one step.
     pub fn step(&self, report: &StepReport) {
-        let message = format!(
-            "loss {:.4}  grad norm {:.3}  {:.0} tokens/s",
-            report.loss, report.grad_norm, report.tokens_per_s
-        );
+        let message =
+            format!("loss {:.4}  grad norm {:.3}  {:.0} tokens/s", report.loss, report.grad_norm, report.tokens_per_s);
         match &self.bar {
             Some(bar) => {
                 bar.set_message(message);

@@ -51,11 +51,8 @@ impl Vocabulary {
     pub fn from_json(what: &str, json: &[u8], config: &Config) -> Result<Self> {
         let tokenizer = Tokenizer::from_bytes(json)
             .map_err(|e| Error::Tokenizer { what: what.to_string(), reason: e.to_string() })?;
-        let missing = |token: &str, reason| Error::MissingToken {
-            what: what.to_string(),
-            token: token.to_string(),
-            reason,
-        };
+        let missing =
+            |token: &str, reason| Error::MissingToken { what: what.to_string(), token: token.to_string(), reason };
         let id = |token: &str, reason| tokenizer.token_to_id(token).ok_or_else(|| missing(token, reason));
         let field = |id: Option<u32>, field: &str, reason| id.ok_or_else(|| missing(field, reason));
         let placeholder = tokenizer.id_to_token(config.image_token_id);
@@ -63,7 +60,11 @@ impl Vocabulary {
             .ok_or_else(|| missing("image_token_id of config.json", "it stands for the images in a prompt"))?;
         let turn = "it begins and ends the turns of a conversation";
         let mut vocabulary = Self {
-            bos: field(config.text.bos_token_id, "text_config.bos_token_id of config.json", "every sample begins with it")?,
+            bos: field(
+                config.text.bos_token_id,
+                "text_config.bos_token_id of config.json",
+                "every sample begins with it",
+            )?,
             eos: field(config.eos_token_ids.first().copied(), "eos_token_id of config.json", "texts end with it")?,
             pad: config.text.pad_token_id.unwrap_or(0),
             placeholder,
@@ -166,10 +167,7 @@ mod tests {
         let vocabulary = vocabulary()?;
         let texts = |ids: &[u32]| ids.iter().map(|&id| vocabulary.token(id)).collect::<Vec<_>>();
         let ids = vocabulary.encode("<|turn>user\nread<turn|>\n07 what")?;
-        assert_eq!(
-            texts(&ids),
-            ["<|turn>", "user", "\n", "read", "<turn|>", "\n", "0", "7", " ", "<unk>"]
-        );
+        assert_eq!(texts(&ids), ["<|turn>", "user", "\n", "read", "<turn|>", "\n", "0", "7", " ", "<unk>"]);
         assert_eq!(texts(&vocabulary.open_turn("model")?), ["<|turn>", "model", "\n"]);
         assert_eq!(texts(&vocabulary.image(2)), ["<|image>", "<|image|>", "<|image|>", "<image|>"]);
         assert_eq!(texts(&[vocabulary.bos, vocabulary.eos, vocabulary.pad]), ["<bos>", "<eos>", "<pad>"]);

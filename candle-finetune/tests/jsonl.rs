@@ -51,10 +51,7 @@ fn a_prompt_becomes_a_turn_and_its_images_become_soft_tokens() {
     let lines = load(line).unwrap();
     let [sample] = lines.samples() else { panic!("one sample") };
     let image = "<|image><|image|><|image|><image|>";
-    assert_eq!(
-        text_of(sample),
-        format!("<bos><|turn>user\n{image}read{image}<turn|>\n<|turn>model\n3 5<turn|>\n")
-    );
+    assert_eq!(text_of(sample), format!("<bos><|turn>user\n{image}read{image}<turn|>\n<|turn>model\n3 5<turn|>\n"));
     let learned: Vec<_> = sample.tokens.iter().filter_map(|token| token.learned).collect();
     assert_eq!(learned, [Part::Text, Part::Text, Part::Text, Part::End]);
     assert!(sample.tokens.last().unwrap().learned.is_none(), "the newline after the end is not learned");
@@ -104,7 +101,10 @@ fn every_fault_says_what_is_wrong_and_what_is_allowed() {
         (prompt(r#","images":["absent.png"]"#), vec!["image absent.png: "]),
         (prompt(r#","images":["page.png"]"#), vec!["image page.png: "]),
         (prompt(r#","images":["odd.png"]"#), vec!["image odd.png is 8 x 6 pixels", "multiples of 4", "resize it"]),
-        (format!(r#"{{"text":"{}"}}"#, "1".repeat(63)), vec!["65 tokens, but a row has 64", "--seq-len to at least 65"]),
+        (
+            format!(r#"{{"text":"{}"}}"#, "1".repeat(63)),
+            vec!["65 tokens, but a row has 64", "--seq-len to at least 65"],
+        ),
     ] {
         let reason = fault(&line);
         for part in parts {

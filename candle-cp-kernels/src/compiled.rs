@@ -1,0 +1,57 @@
+//! The hot loops, compiled here for each type and instruction set.
+//!
+//! Generic code is compiled in the crate that uses it, with that crate's settings; these are not generic, so that they
+//! are fast in every build, tests included.
+
+use crate::cross_entropy::Row;
+use crate::matmul::Product;
+use crate::softmax::{Probabilities, Rescale, ScoreGradient, Softmax};
+
+/// Private part of [`crate::Real`].
+pub trait Compiled: Sized {
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn multiply(product: Product<Self>);
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn softmax(tile: Softmax<Self>);
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn rescale(rows: Rescale<Self>);
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn probabilities(tile: Probabilities<Self>);
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn score_gradient(tile: ScoreGradient<Self>);
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn cross_entropy(row: Row<Self>) -> f64;
+}
+
+macro_rules! compile {
+    ($($t:ty),*) => {$(
+        #[allow(private_interfaces)]
+        impl Compiled for $t {
+            fn multiply(product: Product<Self>) {
+                pulp::Arch::new().dispatch(product);
+            }
+            fn softmax(tile: Softmax<Self>) {
+                pulp::Arch::new().dispatch(tile);
+            }
+            fn rescale(rows: Rescale<Self>) {
+                pulp::Arch::new().dispatch(rows);
+            }
+            fn probabilities(tile: Probabilities<Self>) {
+                pulp::Arch::new().dispatch(tile);
+            }
+            fn score_gradient(tile: ScoreGradient<Self>) {
+                pulp::Arch::new().dispatch(tile);
+            }
+            fn cross_entropy(row: Row<Self>) -> f64 {
+                pulp::Arch::new().dispatch(row)
+            }
+        }
+    )*};
+}
+compile!(f32, f64);
