@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use candle_cp::LayoutKind;
+use candle_cp::{LayoutKind, MaskRule};
 use candle_cp_examples::attention::{AttentionCase, Route};
 use candle_cp_examples::case::{Case, GIVEN, Tensors, read_tensors, write_tensors};
 use candle_cp_examples::cli::{Arguments, explain};
@@ -280,6 +280,25 @@ fn one_wrong_attention_entry_fails() {
             assert!(outcome(0.5 * limit).passed(), "{name}");
         }
     }
+}
+
+#[test]
+fn large_scores_loosen_attention_in_f32() {
+    let tensors = read_tensors(&fixture("attention/d16_full.safetensors")).unwrap();
+    let outcome = |factor: f64, dtype| {
+        let mut tensors = tensors.clone();
+        tensors.insert("q".into(), (&tensors["q"] * factor).unwrap());
+        let limit = allowed(Tolerance::OfLargest { factor: 1e-5, at_least: 1e-5 }, &tensors["out"]);
+        let mut computed = tensors.clone();
+        computed.insert("out".into(), nudged(&tensors["out"], limit));
+        let mut report = Report::default();
+        let case = AttentionCase::new(tensors, MaskRule::causal(), 1.0).unwrap();
+        case.compare(&computed, dtype, &mut report).unwrap();
+        report.passed()
+    };
+    assert!(!outcome(1.0, DType::F32));
+    assert!(outcome(40.0, DType::F32));
+    assert!(!outcome(40.0, DType::F64));
 }
 
 #[test]
