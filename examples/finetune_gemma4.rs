@@ -5,7 +5,7 @@
 
 use std::process::ExitCode;
 
-use candle_finetune::{Config, Error, Summary, run};
+use candle_finetune::{Config, Error, Summary, prepare_process, run};
 use clap::Parser;
 
 /// Fine-tunes Gemma 4 on sequences that are shared by several ranks (threads).
@@ -46,6 +46,8 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
+    // SAFETY: nothing has started a thread yet.
+    unsafe { prepare_process() };
     match finetune(Flags::parse()) {
         Ok(summary) => {
             println!("{}", summary.to_json());

@@ -380,6 +380,11 @@ fn absent_and_misshapen_tensors_fail() {
     assert_eq!(failed(&compare_case(&case, &computed).unwrap()), ["mid.final_norm", "out.logits"]);
 
     let mut tensors = case.tensors().clone();
+    tensors.insert("input.image_position_ids".into(), Tensor::zeros((0, 198, 2), DType::I64, &Device::Cpu).unwrap());
+    let report = compare_case(&Case::new(tensors).unwrap(), case.tensors()).unwrap();
+    assert_eq!(failed(&report), ["vision.layer.0", "vision.layer.1", "vision.patch_embed"]);
+
+    let mut tensors = case.tensors().clone();
     tensors.insert("something.else".into(), Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap());
     let report = compare_case(&Case::new(tensors).unwrap(), case.tensors()).unwrap();
     assert!(report.passed() && report.not_compared[0].0 == "something.else");

@@ -80,7 +80,7 @@ fn a_rank_that_fails_in_the_middle_ends_all_ranks_and_is_named() {
 
 #[test]
 fn a_loss_that_is_not_a_number_ends_the_run_and_names_the_step() {
-    let config = Config { lr: Some(0.9), max_grad_norm: f64::MAX, ..short(2) };
+    let config = short(2);
     let job = Job::prepare(&config).unwrap();
     let mut trainer = Trainer::new(&job, &config, Arc::new(Local::new())).unwrap();
     let mut batches = job.training(&config);

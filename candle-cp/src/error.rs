@@ -86,12 +86,12 @@ pub enum Error {
     },
 
     /// The first rank that failed in a group of rank threads.
-    #[error("rank {rank} failed: {source}")]
+    #[error("rank {rank} failed: {cause}")]
     RankFailed {
         /// The rank that failed first.
         rank: usize,
         /// Its error.
-        source: Box<dyn std::error::Error + Send + Sync>,
+        cause: Box<dyn std::error::Error + Send + Sync>,
     },
 }
 

@@ -56,14 +56,14 @@ fn texts(
         healthy(&comm, &|| if rank == BAD { act.perform() } else { None })
     });
     assert!(start.elapsed() < Duration::from_secs(10), "{act:?} took {:?}", start.elapsed());
-    let Err(Error::RankFailed { rank, source }) = group else { panic!("{act:?}: the group ended with {group:?}") };
+    let Err(Error::RankFailed { rank, cause }) = group else { panic!("{act:?}: the group ended with {group:?}") };
     match act {
-        Act::Fails => assert_eq!((rank, source.to_string().as_str()), (BAD, "no more memory")),
+        Act::Fails => assert_eq!((rank, cause.to_string().as_str()), (BAD, "no more memory")),
         Act::Panics => {
-            assert_eq!((rank, source.to_string().as_str()), (BAD, "panicked: index out of bounds, says the test"));
+            assert_eq!((rank, cause.to_string().as_str()), (BAD, "panicked: index out of bounds, says the test"));
         }
-        Act::ReturnsEarly => assert!(source.to_string().contains(&format!("rank {BAD}")), "{source}"),
-        Act::StaysSilent => assert!(source.to_string().contains("got no answer"), "{source}"),
+        Act::ReturnsEarly => assert!(cause.to_string().contains(&format!("rank {BAD}")), "{cause}"),
+        Act::StaysSilent => assert!(cause.to_string().contains("got no answer"), "{cause}"),
     }
     let text = |(rank, result): (usize, std::result::Result<(), String>)| match result {
         Err(text) => text,

@@ -45,14 +45,14 @@ pub enum Error {
     },
 
     /// A file could not be read or written.
-    #[error("cannot {action} {}: {source}", path.display())]
+    #[error("cannot {action} {}: {cause}", path.display())]
     Io {
         /// What was tried: `read`, `write`, ...
         action: &'static str,
         /// The file or folder.
         path: PathBuf,
         /// The reason the system gave.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
 
     /// The tokenizer could not be loaded, or failed on a text.
@@ -167,6 +167,7 @@ impl Error {
             | Self::Data { .. }
             | Self::EmptyData { .. }
             | Self::SampleTooLong { .. } => true,
+            Self::Cp(candle_cp::Error::RankFailed { cause, .. }) => cause.downcast_ref().is_some_and(Self::is_usage),
             Self::Gemma(error) => !matches!(error, candle_gemma4::Error::Candle(_) | candle_gemma4::Error::Cp(_)),
             Self::Candle(_)
             | Self::Cp(_)
@@ -181,7 +182,7 @@ impl Error {
 /// Turns a system error into [`Error::Io`].
 pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Error {
     let path = path.into();
-    move |source| Error::Io { action, path, source }
+    move |cause| Error::Io { action, path, cause }
 }
 
 /// One line of a data file that cannot be used.
@@ -208,4 +209,18 @@ fn list(faults: &[LineFault]) -> String {
         text += &format!("\n  and {} more", faults.len() - SHOWN_FAULTS);
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_of_a_rank_keeps_its_kind() {
+        let on_rank = |error: Error| Error::Cp(candle_cp::Error::RankFailed { rank: 1, cause: error.into() });
+        assert!(on_rank(Error::SampleTooLong { tokens: 9, seq_len: 8 }).is_usage());
+        let diverged = on_rank(Error::NotFinite { step: 3, what: "the loss".to_string(), value: f64::NAN });
+        assert!(!diverged.is_usage());
+        assert!(diverged.to_string().starts_with("rank 1 failed: step 3: the loss is NaN"), "{diverged}");
+    }
 }

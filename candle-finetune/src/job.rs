@@ -19,7 +19,7 @@ const HELD_OUT_SEED: u64 = 0x0d19_1757;
 
 #[derive(Debug)]
 enum Data {
-    Digits(DigitTask),
+    Digits(Box<DigitTask>),
     Lines(Lines),
 }
 
@@ -56,7 +56,7 @@ impl Job {
         };
         let data = match &config.data {
             Some(path) => Data::Lines(Lines::load(path, &vocabulary, &model, config.seq_len)?),
-            None => Data::Digits(digit_task(config, &model, &vocabulary)?),
+            None => Data::Digits(Box::new(digit_task(config, &model, &vocabulary)?)),
         };
         Ok(Self { model, vocabulary, folder: config.model.clone(), data })
     }

@@ -125,7 +125,8 @@ impl Reader<'_> {
             Some(value) => string(name, value),
             None => Err(format!("no \"{name}\"; {ALLOWED}")),
         };
-        let (prompt, completion) = (get("prompt")?, get("completion")?);
+        // Chat templates take the space around a turn's text away as well.
+        let (prompt, completion) = (get("prompt")?.trim(), get("completion")?.trim());
         if completion.is_empty() {
             return Err("\"completion\" is empty; there is nothing to learn from this line".to_string());
         }

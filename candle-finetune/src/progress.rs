@@ -37,7 +37,7 @@ impl Progress {
                 bar.set_message(message);
                 bar.set_position(report.step as u64);
             }
-            None if report.step % self.steps.div_ceil(PLAIN_LINES) == 0 || report.step == self.steps => {
+            None if report.step.is_multiple_of(self.steps.div_ceil(PLAIN_LINES)) || report.step == self.steps => {
                 eprintln!("step {}/{}  {message}  {:.0} s", report.step, self.steps, report.seconds);
             }
             None => {}

@@ -47,7 +47,7 @@ fn fault(line: &str) -> String {
 
 #[test]
 fn a_prompt_becomes_a_turn_and_its_images_become_soft_tokens() {
-    let line = r#"{"prompt":"<|image|>read<|image|>","completion":"3 5","images":["ok.png","ok.png"]}"#;
+    let line = r#"{"prompt":" <|image|>read<|image|>\n","completion":"\n3 5 ","images":["ok.png","ok.png"]}"#;
     let lines = load(line).unwrap();
     let [sample] = lines.samples() else { panic!("one sample") };
     let image = "<|image><|image|><|image|><image|>";
@@ -91,7 +91,7 @@ fn every_fault_says_what_is_wrong_and_what_is_allowed() {
         (r#"{"prompt":"1"}"#.to_string(), vec!["no \"completion\""]),
         (r#"{"completion":"1"}"#.to_string(), vec!["no \"prompt\""]),
         ("{}".to_string(), vec!["no \"prompt\""]),
-        (r#"{"prompt":"1","completion":""}"#.to_string(), vec!["\"completion\" is empty"]),
+        (r#"{"prompt":"1","completion":" \n"}"#.to_string(), vec!["\"completion\" is empty"]),
         (r#"{"prompt":"1","completion":"<|image|>"}"#.to_string(), vec!["<|image|> in \"completion\""]),
         (r#"{"prompt":"<|video|>","completion":"1"}"#.to_string(), vec!["<|video|> in \"prompt\"", "remove it"]),
         (prompt(""), vec!["1 placeholders <|image|>", "but 0 images"]),

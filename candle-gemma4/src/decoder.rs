@@ -1,7 +1,7 @@
 //! The text decoder: from embeddings of a rank's tokens to hidden states.
 
 use candle_core::Tensor;
-use candle_cp::{CpContext, MaskRule};
+use candle_cp::CpContext;
 
 use crate::config::{Config, LayerKind, TextConfig};
 use crate::error::{Error, Result};
@@ -33,7 +33,7 @@ impl Decoder {
         let text = &config.text;
         let mut layers = Vec::with_capacity(text.layers.len());
         for (index, layer) in text.layers.iter().enumerate() {
-            let shape = LayerShape::text(index, text, layer, mask_rule(text, layer.kind));
+            let shape = LayerShape::text(index, text, layer, text.mask_rule(layer.kind));
             let scalar = weights.get(&format!("{}.layer_scalar", names::text_layer(index)), &[1])?;
             layers.push(DecoderLayer {
                 layer: Layer::new(&shape, weights)?,
@@ -95,14 +95,5 @@ impl Decoder {
             tap.record(&format!("rope.{}.sin", kind.name()), &rope.sin()?)?;
         }
         Ok(Some(rope))
-    }
-}
-
-/// Images are bidirectional on sliding layers only.
-fn mask_rule(text: &TextConfig, kind: LayerKind) -> MaskRule {
-    match kind {
-        LayerKind::Full => MaskRule::causal(),
-        LayerKind::Sliding if text.bidirectional_images => MaskRule::sliding(text.sliding_window).with_groups(),
-        LayerKind::Sliding => MaskRule::sliding(text.sliding_window),
     }
 }

@@ -19,23 +19,23 @@ pub enum Error {
     Cp(#[from] candle_cp::Error),
 
     /// A file could not be read or written.
-    #[error("cannot {action} {}: {source}", path.display())]
+    #[error("cannot {action} {}: {cause}", path.display())]
     Io {
         /// What was tried: `read`, `write`, ...
         action: &'static str,
         /// The file or folder.
         path: PathBuf,
         /// The reason the system gave.
-        source: std::io::Error,
+        cause: std::io::Error,
     },
 
     /// A JSON text could not be parsed.
-    #[error("{what} is not valid JSON: {source}")]
+    #[error("{what} is not valid JSON: {cause}")]
     Json {
         /// The file, or what the text stands for.
         what: String,
         /// Line, column and reason.
-        source: serde_json::Error,
+        cause: serde_json::Error,
     },
 
     /// Required fields of the configuration are absent or null.

@@ -3,7 +3,6 @@
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use candle_cp::{Coordinates, MaskRule, TokenAt, Tokens};
-use candle_gemma4::{Config, LayerKind};
 
 /// Where every token of whole rows stands.
 pub fn coordinates(tokens: &Tokens) -> Coordinates {
@@ -11,18 +10,6 @@ pub fn coordinates(tokens: &Tokens) -> Coordinates {
         positions: tokens.positions(),
         documents: tokens.documents().to_vec(),
         groups: tokens.groups().to_vec(),
-    }
-}
-
-/// Mask rule of the layers of one type: images are bidirectional on sliding layers only, and only if the configuration
-/// says so.
-pub fn rule_of_layers(config: &Config, kind: LayerKind) -> MaskRule {
-    match kind {
-        LayerKind::Full => MaskRule::causal(),
-        LayerKind::Sliding if config.text.bidirectional_images => {
-            MaskRule::sliding(config.text.sliding_window).with_groups()
-        }
-        LayerKind::Sliding => MaskRule::sliding(config.text.sliding_window),
     }
 }
 

@@ -117,7 +117,7 @@ impl Batch {
         for kind in [LayerKind::Full, LayerKind::Sliding] {
             let name = format!("mask.{}", kind.name());
             if case.get(&name).is_some() {
-                derived.insert(name, masks::dense(&masks::rule_of_layers(config, kind), &places, &places)?);
+                derived.insert(name, masks::dense(&config.text.mask_rule(kind), &places, &places)?);
             }
         }
         Ok(derived)

@@ -61,12 +61,12 @@ pub fn compare(
         return Ok(Comparison::problem(name, problem));
     }
     let count = expected.elem_count();
-    let rows = keep.map_or(1, <[bool]>::len).max(1);
-    if count % rows != 0 {
+    let rows = keep.map_or(1, <[bool]>::len);
+    if !count.is_multiple_of(rows) {
         let problem = format!("shape {:?} does not consist of {rows} rows", expected.dims());
         return Ok(Comparison::problem(name, problem));
     }
-    let width = count / rows;
+    let width = count / rows.max(1);
     let expected_entries = entries(expected)?;
     let computed_entries = entries(computed)?;
     let kept = |i: &usize| keep.is_none_or(|keep| keep[i / width]);

@@ -30,7 +30,8 @@ struct State {
 /// What the ranks of one group share.
 pub(super) struct World {
     state: Mutex<State>,
-    changed: Condvar,
+    /// One per rank, so that a message wakes its receiver only.
+    changed: Vec<Condvar>,
     pub deadline: Duration,
 }
 
@@ -45,7 +46,8 @@ pub(super) struct Wait<'a> {
 impl World {
     pub fn new(size: usize, deadline: Duration) -> Self {
         let state = State { left: vec![false; size], ..State::default() };
-        Self { state: Mutex::new(state), changed: Condvar::new(), deadline }
+        let changed = (0..size).map(|_| Condvar::new()).collect();
+        Self { state: Mutex::new(state), changed, deadline }
     }
 
     // The state is consistent between statements, so a panicking rank does not spoil it.
@@ -56,13 +58,13 @@ impl World {
     /// Marks the group as failed; only the first call counts.
     pub fn fail(&self, rank: usize, message: String) {
         self.lock().failure.get_or_insert((rank, message));
-        self.changed.notify_all();
+        self.changed.iter().for_each(Condvar::notify_all);
     }
 
     /// Marks a rank as returned.
     pub fn leave(&self, rank: usize) {
         self.lock().left[rank] = true;
-        self.changed.notify_all();
+        self.changed.iter().for_each(Condvar::notify_all);
     }
 
     /// The rank that failed first.
@@ -76,7 +78,7 @@ impl World {
         check_failure(&state, &Wait { rank: from, peer: to, tag, expected: None })?;
         state.queues.entry((from, to)).or_default().push_back(Message { tag, tensor, taken: taken.clone() });
         drop(state);
-        self.changed.notify_all();
+        self.changed[to].notify_all();
         Ok(taken)
     }
 
@@ -88,7 +90,7 @@ impl World {
             message.taken.store(true, Ordering::Release);
             Some(message)
         })?;
-        self.changed.notify_all();
+        self.changed[wait.peer].notify_all();
         check_message(wait, &message)?;
         Ok(message.tensor)
     }
@@ -120,7 +122,7 @@ impl World {
                     bytes: elements * expected.map_or(0, |e| e.dtype.size_in_bytes()),
                 });
             };
-            let waited = self.changed.wait_timeout(state, left);
+            let waited = self.changed[wait.rank].wait_timeout(state, left);
             state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
         }
     }

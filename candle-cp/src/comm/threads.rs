@@ -85,8 +85,8 @@ where
     let first = world.first_failure();
     match errors.iter().position(|(rank, _)| Some(*rank) == first).or((!errors.is_empty()).then_some(0)) {
         Some(i) => {
-            let (rank, source) = errors.swap_remove(i);
-            Err(Error::RankFailed { rank, source })
+            let (rank, cause) = errors.swap_remove(i);
+            Err(Error::RankFailed { rank, cause })
         }
         None => Ok(values),
     }

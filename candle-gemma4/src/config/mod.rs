@@ -56,7 +56,7 @@ impl Config {
     pub fn from_folder(dir: &Path) -> Result<Self> {
         let path = dir.join(CONFIG_FILE);
         let text = std::fs::read_to_string(&path);
-        let text = text.map_err(|source| Error::Io { action: "read", path: path.clone(), source })?;
+        let text = text.map_err(|cause| Error::Io { action: "read", path: path.clone(), cause })?;
         Self::parse(&path.display().to_string(), &text)
     }
 
@@ -75,8 +75,7 @@ impl Config {
     }
 
     fn parse(what: &str, text: &str) -> Result<Self> {
-        let value: Value =
-            serde_json::from_str(text).map_err(|source| Error::Json { what: what.to_string(), source })?;
+        let value: Value = serde_json::from_str(text).map_err(|cause| Error::Json { what: what.to_string(), cause })?;
         let top = Fields::new("", &value)?;
         check_supported(&top)?;
         let missing = top.missing(&["text_config"]);

@@ -3,6 +3,7 @@
 use super::fields::Fields;
 use super::rope::RopeConfig;
 use crate::error::{Error, Result};
+use candle_cp::MaskRule;
 
 /// Kind of attention of a decoder layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -129,6 +130,15 @@ impl TextConfig {
             pad_token_id,
             bos_token_id: fields.token("bos_token_id")?,
         })
+    }
+
+    /// What a layer type may see: images are bidirectional on sliding layers only, and only if the configuration says so.
+    pub fn mask_rule(&self, kind: LayerKind) -> MaskRule {
+        match kind {
+            LayerKind::Full => MaskRule::causal(),
+            LayerKind::Sliding if self.bidirectional_images => MaskRule::sliding(self.sliding_window).with_groups(),
+            LayerKind::Sliding => MaskRule::sliding(self.sliding_window),
+        }
     }
 
     /// Rotary settings of a layer type that the model has.

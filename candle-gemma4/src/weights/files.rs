@@ -49,20 +49,20 @@ impl WeightFiles {
         match index.exists() {
             true => Self::open_index(dir, index),
             false => {
-                let source = std::io::Error::new(
+                let cause = std::io::Error::new(
                     std::io::ErrorKind::NotFound,
                     format!("neither {SINGLE_FILE} nor {INDEX_FILE} is in this folder"),
                 );
-                Err(Error::Io { action: "read weights from", path: dir.to_path_buf(), source })
+                Err(Error::Io { action: "read weights from", path: dir.to_path_buf(), cause })
             }
         }
     }
 
     fn open_index(dir: &Path, path: PathBuf) -> Result<Self> {
         let text = std::fs::read_to_string(&path);
-        let text = text.map_err(|source| Error::Io { action: "read", path: path.clone(), source })?;
+        let text = text.map_err(|cause| Error::Io { action: "read", path: path.clone(), cause })?;
         let index: Index =
-            serde_json::from_str(&text).map_err(|source| Error::Json { what: path.display().to_string(), source })?;
+            serde_json::from_str(&text).map_err(|cause| Error::Json { what: path.display().to_string(), cause })?;
         let wrong = |reason: String| Error::WeightIndex { path: path.clone(), reason };
 
         let names: BTreeSet<&str> = index.weight_map.values().map(String::as_str).collect();
@@ -122,7 +122,7 @@ struct WeightFile {
 
 impl WeightFile {
     fn open(path: PathBuf) -> Result<Self> {
-        let failed = |source| Error::Io { action: "read", path: path.clone(), source };
+        let failed = |cause| Error::Io { action: "read", path: path.clone(), cause };
         let file = File::open(&path).map_err(failed)?;
         // SAFETY: the map is only read. As with every mapped file, another process that cuts the file short while
         // it is being loaded can end this one; loading is documented as reading a finished checkpoint.
@@ -170,7 +170,7 @@ pub(super) fn save_tensors<'a>(path: &Path, tensors: impl Iterator<Item = (&'a s
         // The library leaves files that only their owner may read; a file made here has the usual permissions.
         let permissions = File::create(temporary)?.metadata()?.permissions();
         safetensors::serialize_to_file(tensors, Some(metadata), temporary).map_err(|error| match error {
-            SafeTensorError::IoError(source) => source,
+            SafeTensorError::IoError(cause) => cause,
             other => std::io::Error::other(other),
         })?;
         std::fs::set_permissions(temporary, permissions)
@@ -189,9 +189,9 @@ fn replace(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -> Res
     let done = write(&temporary)
         .and_then(|()| File::open(&temporary)?.sync_all())
         .and_then(|()| std::fs::rename(&temporary, path));
-    done.map_err(|source| {
+    done.map_err(|cause| {
         // The error that matters is the first one; a leftover that cannot be removed either changes nothing.
         let _ = std::fs::remove_file(&temporary);
-        Error::Io { action: "write", path: path.to_path_buf(), source }
+        Error::Io { action: "write", path: path.to_path_buf(), cause }
     })
 }

@@ -61,7 +61,7 @@ impl Weights {
     /// # Errors
     /// A file cannot be written.
     pub fn save(&self, dir: &Path, config: &Config) -> Result<()> {
-        let failed = |source| Error::Io { action: "create", path: dir.to_path_buf(), source };
+        let failed = |cause| Error::Io { action: "create", path: dir.to_path_buf(), cause };
         std::fs::create_dir_all(dir).map_err(failed)?;
         let variables = self.variables.iter().map(|(name, var)| (name.as_str(), var.as_tensor()));
         let buffers = self.buffers.iter().map(|(name, tensor)| (name.as_str(), tensor));
