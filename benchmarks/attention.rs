@@ -7,7 +7,7 @@
 //! `cargo run --release -p candle-cp --example bench_attention -- [--threads N] [--dtypes f32,bf16] [--only INDEX]`
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_cp::{CpContext, MaskRule, Result, Tokens};
+use candle_cp::{CpContext, MaskRule, Result, Tokens, prepare_process};
 use std::time::Instant;
 
 /// S, D, query heads, key heads, window (0: none).
@@ -72,6 +72,8 @@ fn flag(name: &str) -> Option<String> {
 }
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
+    // SAFETY: nothing has started a thread yet.
+    unsafe { prepare_process() };
     let threads = flag("--threads").map_or(Ok(2), |n| n.parse())?;
     rayon::ThreadPoolBuilder::new().num_threads(threads).build_global()?;
     let x = Tensor::randn(0f32, 1.0, (2048, 2048), &Device::Cpu)?;

@@ -5,7 +5,8 @@
 
 use std::process::ExitCode;
 
-use candle_finetune::{Config, Error, Summary, prepare_process, run};
+use candle_cp::prepare_process;
+use candle_finetune::{Config, Error, Summary, run};
 use clap::Parser;
 
 /// Fine-tunes Gemma 4 on sequences that are shared by several ranks (threads).

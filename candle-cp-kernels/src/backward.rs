@@ -38,17 +38,16 @@ impl<T: Real> Gradients<T> {
 /// its log-sum-exp. Both arguments are `[B, Hq, Sq, D]`.
 pub fn output_dot<T: Real>(out: &Heads<T>, d_out: &Heads<T>, shape: Shape) -> Vec<T> {
     let group = shape.group();
-    let mut delta = Vec::with_capacity(shape.rows());
-    for row in 0..shape.batch {
-        for key_head in 0..shape.key_heads {
-            for q in 0..shape.queries {
-                for head in key_head * group..(key_head + 1) * group {
-                    let pairs = out.token(row, head, q).iter().zip(d_out.token(row, head, q));
-                    delta.push(pairs.fold(T::ZERO, |sum, (&a, &b)| sum + a * b));
-                }
+    let mut delta = vec![T::ZERO; shape.rows()];
+    delta.par_chunks_mut((shape.queries * group).max(1)).enumerate().for_each(|(head, delta)| {
+        let (row, first) = (head / shape.key_heads, head % shape.key_heads * group);
+        for (q, delta) in delta.chunks_mut(group).enumerate() {
+            for (g, delta) in delta.iter_mut().enumerate() {
+                let pairs = out.token(row, first + g, q).iter().zip(d_out.token(row, first + g, q));
+                *delta = pairs.fold(T::ZERO, |sum, (&a, &b)| sum + a * b);
             }
         }
-    }
+    });
     delta
 }
 
@@ -90,7 +89,7 @@ pub fn backward_chunk<T: Real>(
         tiles: packed,
     };
     let parts = split_parts(gradients, tiles, saved.bounds);
-    let partials: Vec<(usize, Vec<T>, Vec<T>)> = parts
+    let partials: Vec<Partial<T>> = parts
         .into_par_iter()
         .map(|part| {
             let (mut dk, mut dv) = (vec![T::ZERO; keys * width], vec![T::ZERO; keys * width]);
@@ -98,20 +97,21 @@ pub fn backward_chunk<T: Real>(
             for (tile, d_query) in part.tiles {
                 visit((tile, part.key_head, d_query), shape, saved, &chunk, (&mut dk, &mut dv), &mut scratch);
             }
-            (part.head, dk, dv)
+            Partial { head: part.head, d_key: dk, d_value: dv }
         })
         .collect();
-    let (mut d_key, mut d_value) = (vec![T::ZERO; heads * keys * d], vec![T::ZERO; heads * keys * d]);
-    let add = |into: &mut [T], from: &[T]| {
-        for (into, from) in into.chunks_mut(d).zip(from.chunks(width)) {
-            into.iter_mut().zip(from).for_each(|(a, &b)| *a += b);
-        }
+    let sum = |of: fn(&Partial<T>) -> &[T]| {
+        let mut sums = vec![T::ZERO; heads * keys * d];
+        sums.par_chunks_mut((keys * d).max(1)).enumerate().for_each(|(head, sum)| {
+            for part in partials.iter().filter(|part| part.head == head) {
+                for (sum, row) in sum.chunks_mut(d).zip(of(part).chunks(width)) {
+                    sum.iter_mut().zip(row).for_each(|(a, &b)| *a += b);
+                }
+            }
+        });
+        sums
     };
-    for (head, dk, dv) in partials {
-        add(&mut d_key[head * keys * d..(head + 1) * keys * d], &dk);
-        add(&mut d_value[head * keys * d..(head + 1) * keys * d], &dv);
-    }
-    (d_key, d_value)
+    (sum(|part| &part.d_key), sum(|part| &part.d_value))
 }
 
 /// A chunk in the order that the kernels read.
@@ -120,6 +120,13 @@ struct Chunk<T> {
     key_rows: Rows<T>,
     key_columns: Columns<T>,
     value_columns: Columns<T>,
+}
+
+/// What one worker adds to the gradients of one (row, key head), `[Sk, Dp]` each.
+struct Partial<T> {
+    head: usize,
+    d_key: Vec<T>,
+    d_value: Vec<T>,
 }
 
 /// Tiles that one worker goes through, adding to its own `dk` and `dv`.

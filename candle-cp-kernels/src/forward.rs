@@ -38,30 +38,27 @@ impl<T: Real> Forward<T> {
     /// Output `[B, Hq, Sq, D]`, and log-sum-exp stacked `[B, Hkv, Sq, G]`. A query that saw no key gets
     /// output 0 and log-sum-exp -inf.
     pub fn finish(mut self) -> (Vec<T>, Vec<T>) {
-        for ((row, max), &sum) in self.out.chunks_mut(padded(self.shape.head_dim)).zip(&mut self.max).zip(&self.sum) {
+        let rows = self.out.par_chunks_mut(padded(self.shape.head_dim)).with_min_len(QUERY_BLOCK);
+        rows.zip(&mut self.max).zip(&self.sum).for_each(|((row, max), &sum)| {
             if *max == T::NEG_INFINITY {
-                continue;
+                return;
             }
             let inverse = T::ONE / sum;
             row.iter_mut().for_each(|x| *x *= inverse);
             *max += sum.ln();
-        }
+        });
         (unstack(&self.out, self.shape), self.max)
     }
 }
 
 /// `[B, Hkv, S, G, Dp]` to `[B, Hkv, G, S, D]`, which is `[B, Hq, S, D]`.
 pub(crate) fn unstack<T: Real>(stacked: &[T], shape: Shape) -> Vec<T> {
-    let (d, width) = (shape.head_dim, padded(shape.head_dim));
-    let rows = shape.group() * width;
-    let mut out = Vec::with_capacity(shape.rows() * d);
-    for head in stacked.chunks((shape.queries * rows).max(1)) {
-        for g in 0..shape.group() {
-            for row in head.chunks(rows) {
-                out.extend_from_slice(&row[g * width..g * width + d]);
-            }
-        }
-    }
+    let (d, width, group, queries) = (shape.head_dim, padded(shape.head_dim), shape.group(), shape.queries);
+    let mut out = vec![T::ZERO; shape.rows() * d];
+    out.par_chunks_mut((queries * d).max(1)).enumerate().for_each(|(head, out)| {
+        let rows = stacked[head / group * queries * group * width..].chunks(width).skip(head % group).step_by(group);
+        out.chunks_mut(d).zip(rows).for_each(|(out, row)| out.copy_from_slice(&row[..d]));
+    });
     out
 }
 

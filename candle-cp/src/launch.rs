@@ -1,6 +1,6 @@
 //! What a program sets up once, before it starts threads.
 
-/// Settings of the process that training is faster with: call it first thing in `main`.
+/// Settings of the process that training is faster with. Optional; call it first thing in `main`.
 ///
 /// - Candle splits element-wise operations over a pool of its own that spins under one lock. Rank threads would take
 ///   turns at it, so it is reduced to the calling thread (`CANDLE_NUM_THREADS`, unless that is set already). Matrix
