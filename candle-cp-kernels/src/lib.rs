@@ -9,7 +9,8 @@
 //! Shapes: query, output `[B, Hq, Sq, D]`; key, value `[B, Hkv, Sk, D]`, with `Hq = G * Hkv`. The query
 //! heads of a group share one pass over their keys: inside a tile they are stacked as rows `(query, g)`.
 //!
-//! The CPU kernels run in f32 and f64 with rayon, on the matrix kernels of the `gemm` crate.
+//! The CPU kernels run in f32 and f64 on rayon's threads. Their matrix products are micro-kernels written once against
+//! `pulp`'s vectors and compiled for AVX-512, AVX2 and NEON, chosen at run time, with a portable fallback.
 
 mod backward;
 mod compiled;
