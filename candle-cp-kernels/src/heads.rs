@@ -54,20 +54,9 @@ impl<'a, T: Copy> Heads<'a, T> {
         Self::new(data, dims, [dims[1] * dims[2] * token, dims[2] * token, token], head_dim)
     }
 
-    /// Elements between consecutive tokens.
-    pub fn token_stride(&self) -> usize {
-        self.strides[2]
-    }
-
     /// The `D` values of one token.
     pub fn token(&self, row: usize, head: usize, token: usize) -> &'a [T] {
         let start = row * self.strides[0] + head * self.strides[1] + token * self.strides[2];
         &self.data[start..start + self.head_dim]
-    }
-
-    /// Everything from the first of `count` tokens to the end of the last one.
-    pub fn tokens(&self, row: usize, head: usize, first: usize, count: usize) -> &'a [T] {
-        let start = row * self.strides[0] + head * self.strides[1] + first * self.strides[2];
-        &self.data[start..start + (count - 1) * self.strides[2] + self.head_dim]
     }
 }

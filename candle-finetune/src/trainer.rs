@@ -120,8 +120,12 @@ impl<'a> Trainer<'a> {
             return Err(Error::NotFinite { step, what: "the loss".to_string(), value: loss });
         }
         let grad_norm = gradients.norm()?;
-        if let Some((name, value)) = gradients.not_finite()?.filter(|_| !grad_norm.is_finite()) {
-            return Err(Error::NotFinite { step, what: format!("the gradient of {name}"), value });
+        if !grad_norm.is_finite() {
+            let (what, value) = match gradients.not_finite()? {
+                Some((name, value)) => (format!("the gradient of {name}"), value),
+                None => ("the norm of the gradients".to_string(), grad_norm),
+            };
+            return Err(Error::NotFinite { step, what, value });
         }
         self.optimizer.step(&gradients.clip(grad_norm, self.config.max_grad_norm)?, lr)?;
         let tokens = batch.token_count();

@@ -159,7 +159,10 @@ pub trait Communicator: Send + Sync + Debug {
                     rank,
                     operation: tag.to_string(),
                     peer: from,
-                    expected: format!("{:?} up to dimension {dim}", x.dims()),
+                    expected: match dim < x.rank() {
+                        true => format!("{:?} up to dimension {dim}", x.dims()),
+                        false => format!("{:?}", x.dims()),
+                    },
                     sent: format!("{:?}", received.dims()),
                 });
             }

@@ -42,29 +42,10 @@ impl Real for f32 {
         self.sqrt()
     }
 
-    /// Within 2e-7 of the true value, and free of branches and calls, so that loops over it are vectorized.
+    /// Free of branches and calls, so that loops over it are vectorized.
     fn tanh(self) -> Self {
-        // Beyond 9.1 the nearest f32 is 1 anyway.
-        let squared = exp(2.0 * self.clamp(-9.1, 9.1));
-        (squared - 1.0) / (squared + 1.0)
+        candle_cp_kernels::Real::tanh(self)
     }
-}
-
-/// `e^x` for |x| up to 80: `2^n` times a polynomial (Cephes) in the rest, which is at most `ln 2 / 2`.
-fn exp(x: f32) -> f32 {
-    /// Adding it rounds to a whole number, which then stands in the low bits.
-    const ROUND: f32 = 12_582_912.0;
-    const LN2_HIGH: f32 = 0.693_359_4;
-    const LN2_LOW: f32 = -2.121_944_4e-4;
-    let shifted = x * std::f32::consts::LOG2_E + ROUND;
-    let n = shifted - ROUND;
-    let rest = (x - n * LN2_HIGH) - n * LN2_LOW;
-    let mut sum = 1.987_569_1e-4;
-    for coefficient in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5] {
-        sum = sum * rest + coefficient;
-    }
-    let power = f32::from_bits(shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127) << 23);
-    (sum * rest * rest + rest + 1.0) * power
 }
 
 /// The numbers of a contiguous operand.
