@@ -4,10 +4,15 @@
 //! a row of S tokens, two documents cut at S / 3; with a window also two image blocks of 256 tokens, at 64 and at S / 2.
 //! Forward counts 4 * live pairs * D * heads, forward + backward 3.5 times that. Best of three.
 //!
+//! `fwd` and `fwd_bwd` go through Candle's graph, which adds every gradient to a tensor of zeros; `kernels_fwd_bwd` is
+//! the same work without the graph.
+//!
 //! `cargo run --release -p candle-cp --example bench_attention -- [--threads N] [--dtypes f32,bf16] [--only INDEX]`
 
-use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var};
-use candle_cp::{CpContext, MaskRule, Result, Tokens, prepare_process};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var, WithDType};
+use candle_cp::{AttentionPlan, CpContext, MaskRule, Result, Tokens, prepare_process};
+use candle_cp_kernels::{self as kernels, Element, Forward, Gradients, Heads, Real, Saved};
+use half::bf16;
 use std::time::Instant;
 
 /// S, D, query heads, key heads, window (0: none).
@@ -73,17 +78,52 @@ fn shape(dtype: DType, (s, d, hq, hkv, window): (usize, usize, usize, usize, usi
         out.apply_op1(Seed(g.clone()))?.backward()?;
         Ok(())
     })?;
+    let shape = kernels::Shape { batch: 1, query_heads: hq, key_heads: hkv, queries: s, head_dim: d };
+    let operands = [q.as_tensor(), k.as_tensor(), v.as_tensor(), &g];
+    let kernels = match dtype {
+        DType::F32 => on_slices::<f32>(operands, &plan, shape, scale)?,
+        _ => on_slices::<bf16>(operands, &plan, shape, scale)?,
+    };
     let live = plan.live_pairs()[0];
     let flops = 4.0 * live as f64 * (d * hq) as f64;
     Ok(format!(
         "{{\"S\": {s}, \"D\": {d}, \"heads\": [{hq}, {hkv}], \"window\": {window}, \"dtype\": \"{}\", \"live\": {:.3}, \
          \"plan_s\": {planning:.6}, \"fwd\": {{\"s\": {forward:.5}, \"gflops\": {:.1}}}, \
-         \"fwd_bwd\": {{\"s\": {both:.5}, \"gflops\": {:.1}}}}}",
+         \"fwd_bwd\": {{\"s\": {both:.5}, \"gflops\": {:.1}}}, \
+         \"kernels_fwd_bwd\": {{\"s\": {kernels:.5}, \"gflops\": {:.1}}}}}",
         if dtype == DType::F32 { "float32" } else { "bfloat16" },
         live as f64 / (s * s) as f64,
         flops / forward / 1e9,
         3.5 * flops / both / 1e9,
+        3.5 * flops / kernels / 1e9,
     ))
+}
+
+/// Seconds of forward + backward on plain slices.
+fn on_slices<T: Element + WithDType>(
+    [q, k, v, g]: [&Tensor; 4],
+    plan: &AttentionPlan,
+    shape: kernels::Shape,
+    scale: f64,
+) -> Result<f64> {
+    let [q, k, v, g] = [q, k, v, g].map(|x| x.flatten_all().and_then(|x| x.to_vec1::<T>()).expect("a tensor of T"));
+    let heads = |heads: usize| [shape.batch, heads, shape.queries];
+    let queries = |data| Heads::contiguous(data, heads(shape.query_heads), shape.head_dim);
+    let keys = |data| Heads::contiguous(data, heads(shape.key_heads), shape.head_dim);
+    let (query, key, value, d_out) = (queries(&q), keys(&k), keys(&v), queries(&g));
+    let (tiles, bounds, scale) = (&plan.own().tiles, plan.bounds(), T::Acc::from_f64(scale));
+    best(|| {
+        let mut state = Forward::new(shape);
+        kernels::forward_chunk(&mut state, (&query, &key, &value), tiles, bounds, scale);
+        let (out, lse) = state.finish::<T>();
+        let delta =
+            kernels::output_dot(&Heads::contiguous(&out, heads(shape.query_heads), shape.head_dim), &d_out, shape);
+        let saved = Saved { query: &query, d_out: &d_out, lse: &lse, delta: &delta, bounds, scale };
+        let mut gradients = Gradients::new(shape);
+        kernels::backward_chunk(&mut gradients, saved, (&key, &value), shape.queries, tiles);
+        gradients.finish::<T>();
+        Ok(())
+    })
 }
 
 fn flag(name: &str) -> Option<String> {

@@ -11,7 +11,7 @@ use crate::softmax::{Probabilities, Rescale, ScoreGradient, Softmax};
 pub trait Compiled: Sized {
     #[doc(hidden)]
     #[allow(private_interfaces)]
-    fn multiply(product: Product<Self>);
+    fn multiply(product: Product<Self, Self>);
     #[doc(hidden)]
     #[allow(private_interfaces)]
     fn softmax(tile: Softmax<Self>);
@@ -33,7 +33,7 @@ macro_rules! compile {
     ($($t:ty),*) => {$(
         #[allow(private_interfaces)]
         impl Compiled for $t {
-            fn multiply(product: Product<Self>) {
+            fn multiply(product: Product<Self, Self>) {
                 pulp::Arch::new().dispatch(product);
             }
             fn softmax(tile: Softmax<Self>) {

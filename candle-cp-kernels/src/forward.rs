@@ -1,8 +1,12 @@
 //! Forward pass over one chunk of keys, continuing a running softmax.
 
+use crate::aligned::Aligned;
+use crate::arithmetic::{Arithmetic, ROW_PADDING, terms};
+use crate::compiled::Compiled as _;
+use crate::element::Element;
 use crate::heads::{Heads, Shape};
-use crate::matmul::{Broadcast, Limits, Product, ROWS};
-use crate::pack::{Columns, KeyTiles, Rows, padded};
+use crate::matmul::{Broadcast, Limits, Product};
+use crate::pack::{Columns, KeyTiles, Rows, padded, row_stride};
 use crate::real::Real;
 use crate::softmax::{Rescale, Softmax, Span};
 use crate::tile::{Bounds, KEY_BLOCK, QUERY_BLOCK, QueryTile};
@@ -12,11 +16,11 @@ use std::ops::Range;
 /// The running softmax of all local queries: nothing seen yet, or some chunks.
 ///
 /// Rows are stacked `(query, g)` inside `[B, Hkv]`, so that a tile's rows are adjacent.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Forward<T> {
     shape: Shape,
-    /// `[B, Hkv, Sq, G, Dp]`: sum of `exp(score - max) * value`, in rows of whole vectors.
-    out: Vec<T>,
+    /// `[B, Hkv, Sq, G]` rows of `row_stride(D)`: sum of `exp(score - max) * value`.
+    out: Aligned<T>,
     /// `[B, Hkv, Sq, G]`: largest score, -inf before any key.
     max: Vec<T>,
     /// `[B, Hkv, Sq, G]`: sum of `exp(score - max)`.
@@ -29,7 +33,7 @@ impl<T: Real> Forward<T> {
         let rows = shape.rows();
         Self {
             shape,
-            out: vec![T::ZERO; rows * padded(shape.head_dim)],
+            out: Aligned::zeros(rows * row_stride(shape.head_dim)),
             max: vec![T::NEG_INFINITY; rows],
             sum: vec![T::ZERO; rows],
         }
@@ -37,8 +41,8 @@ impl<T: Real> Forward<T> {
 
     /// Output `[B, Hq, Sq, D]`, and log-sum-exp stacked `[B, Hkv, Sq, G]`. A query that saw no key gets
     /// output 0 and log-sum-exp -inf.
-    pub fn finish(mut self) -> (Vec<T>, Vec<T>) {
-        let rows = self.out.par_chunks_mut(padded(self.shape.head_dim)).with_min_len(QUERY_BLOCK);
+    pub fn finish<S: Element<Acc = T>>(mut self) -> (Vec<S>, Vec<T>) {
+        let rows = self.out.par_chunks_mut(row_stride(self.shape.head_dim)).with_min_len(QUERY_BLOCK);
         rows.zip(&mut self.max).zip(&self.sum).for_each(|((row, max), &sum)| {
             if *max == T::NEG_INFINITY {
                 return;
@@ -51,33 +55,31 @@ impl<T: Real> Forward<T> {
     }
 }
 
-/// `[B, Hkv, S, G, Dp]` to `[B, Hkv, G, S, D]`, which is `[B, Hq, S, D]`.
-pub(crate) fn unstack<T: Real>(stacked: &[T], shape: Shape) -> Vec<T> {
-    let (d, width, group, queries) = (shape.head_dim, padded(shape.head_dim), shape.group(), shape.queries);
-    let mut out = vec![T::ZERO; shape.rows() * d];
+/// `[B, Hkv, S, G]` rows to `[B, Hkv, G, S, D]`, which is `[B, Hq, S, D]`.
+pub(crate) fn unstack<S: Element>(stacked: &[S::Acc], shape: Shape) -> Vec<S> {
+    let (d, width, group, queries) = (shape.head_dim, row_stride(shape.head_dim), shape.group(), shape.queries);
+    let mut out = vec![S::default(); shape.rows() * d];
     out.par_chunks_mut((queries * d).max(1)).enumerate().for_each(|(head, out)| {
         let rows = stacked[head / group * queries * group * width..].chunks(width).skip(head % group).step_by(group);
-        out.chunks_mut(d).zip(rows).for_each(|(out, row)| out.copy_from_slice(&row[..d]));
+        for (out, row) in out.chunks_mut(d).zip(rows) {
+            out.iter_mut().zip(row).for_each(|(out, &x)| *out = S::narrow(x));
+        }
     });
     out
 }
 
-/// Queries (or output gradients) of one tile, stacked as `(query, g)` rows of `D`.
-pub(crate) fn stack<T: Real>(
-    x: &Heads<T>,
+/// Queries (or output gradients) of one tile, stacked as `(query, g)` rows, as a left operand: rows of `terms` of `D`.
+pub(crate) fn stack<A: Arithmetic>(
+    x: &Heads<A::Source>,
     shape: Shape,
     row: usize,
     key_head: usize,
     queries: Range<usize>,
-    into: &mut Vec<T>,
+    into: &mut [A::Term],
 ) {
     let group = shape.group();
-    into.clear();
-    for q in queries {
-        for g in 0..group {
-            into.extend_from_slice(x.token(row, key_head * group + g, q));
-        }
-    }
+    let tokens = queries.flat_map(|q| (0..group).map(move |g| x.token(row, key_head * group + g, q)));
+    into.chunks_mut(terms::<A>(shape.head_dim)).zip(tokens).for_each(|(into, token)| A::token_terms(token, into));
 }
 
 /// The columns of the keys at `first_position..` that each stacked row sees.
@@ -112,14 +114,14 @@ pub(crate) struct TileLimits {
 }
 
 impl TileLimits {
-    pub fn set(&mut self, spans: &[Span], head_dim: usize) {
+    pub fn set<A: Arithmetic>(&mut self, arithmetic: A, spans: &[Span], head_dim: usize) {
         self.scores.clear();
         self.over_keys.clear();
-        for group in spans.chunks(ROWS) {
+        for group in spans.chunks(arithmetic.rows()) {
             let seen = hull(group.iter().filter(|span| !span.is_empty()).cloned());
             let columns = if seen.is_empty() { 0..0 } else { 0..padded(head_dim) };
-            self.scores.push(Limits { terms: 0..head_dim, columns: seen.clone() });
-            self.over_keys.push(Limits { terms: seen, columns });
+            self.scores.push(Limits { terms: 0..terms::<A>(head_dim), columns: seen.clone() });
+            self.over_keys.push(Limits { terms: seen.start / A::NUMBERS..seen.end.div_ceil(A::NUMBERS), columns });
         }
     }
 }
@@ -130,13 +132,29 @@ pub(crate) fn hull(ranges: impl Iterator<Item = Range<usize>>) -> Range<usize> {
 }
 
 /// Buffers of one worker.
-struct Scratch<T> {
-    query: Vec<T>,
+struct Scratch<A: Arithmetic> {
+    query: Aligned<A::Term>,
     /// `[rows, KEY_BLOCK]`.
-    scores: Vec<T>,
+    scores: Aligned<A::Acc>,
+    /// Probabilities as a left operand.
+    left: Aligned<A::Term>,
     spans: Vec<Span>,
     limits: TileLimits,
-    rescale: Vec<T>,
+    rescale: Vec<A::Acc>,
+}
+
+impl<A: Arithmetic> Scratch<A> {
+    fn new(shape: Shape) -> Self {
+        let rows = QUERY_BLOCK * shape.group();
+        Self {
+            query: Aligned::zeros(rows.next_multiple_of(ROW_PADDING) * terms::<A>(shape.head_dim)),
+            scores: Aligned::zeros(rows * KEY_BLOCK),
+            left: Aligned::zeros(0),
+            spans: Vec::with_capacity(rows),
+            limits: TileLimits::default(),
+            rescale: vec![A::Acc::ONE; rows],
+        }
+    }
 }
 
 /// One tile's rows of the running state.
@@ -153,79 +171,91 @@ struct Task<'a, T> {
 /// `query` is `[B, Hq, Sq, D]`, `key` and `value` are `[B, Hkv, Sk, D]`. `tiles` are sorted by row and query and
 /// do not overlap; `bounds[row][query]` are the positions each query may see. Tiles without keys are not
 /// visited; a tile that is not full evaluates the bounds. The result does not depend on the number of threads.
-pub fn forward_chunk<T: Real>(
-    state: &mut Forward<T>,
-    (query, key, value): (&Heads<T>, &Heads<T>, &Heads<T>),
+pub fn forward_chunk<S: Element>(
+    state: &mut Forward<S::Acc>,
+    (query, key, value): (&Heads<S>, &Heads<S>, &Heads<S>),
     tiles: &[QueryTile],
     bounds: &[Vec<Bounds>],
-    scale: T,
+    scale: S::Acc,
+) {
+    S::forward_chunk(state, [query, key, value], tiles, bounds, scale);
+}
+
+pub(crate) fn chunk<A: Arithmetic>(
+    arithmetic: A,
+    state: &mut Forward<A::Acc>,
+    [query, key, value]: [&Heads<A::Source>; 3],
+    tiles: &[QueryTile],
+    bounds: &[Vec<Bounds>],
+    scale: A::Acc,
 ) {
     let shape = state.shape;
     let packed = KeyTiles::new(tiles, shape);
-    let chunk =
-        Chunk { keys: Columns::new(key, &packed, shape), values: Rows::new(value, &packed, shape), tiles: packed };
-    let tasks = split_tasks(state, tiles);
-    let rows = QUERY_BLOCK * shape.group();
-    let scratch = || Scratch {
-        query: Vec::with_capacity(rows * shape.head_dim),
-        scores: vec![T::ZERO; rows * KEY_BLOCK],
-        spans: Vec::with_capacity(rows),
-        limits: TileLimits::default(),
-        rescale: vec![T::ONE; rows],
+    let chunk = Chunk::<A> {
+        arithmetic,
+        query: *query,
+        keys: Columns::new(key, &packed, shape),
+        values: Rows::new(value, &packed, shape),
+        tiles: packed,
+        bounds,
+        scale,
     };
-    tasks.into_par_iter().for_each_init(scratch, |scratch, task| {
-        let queries = task.tile.queries.start as usize..task.tile.queries.end as usize;
-        let bounds = &bounds[task.tile.row as usize][queries];
-        visit(task, shape, query, &chunk, bounds, scale, scratch);
-    });
+    let tasks = split_tasks(state, tiles);
+    tasks.into_par_iter().for_each_init(|| Scratch::new(shape), |scratch, task| chunk.visit(task, shape, scratch));
 }
 
-/// A chunk in the order that the kernels read.
-struct Chunk<T> {
+/// A chunk in the order that the kernels read, and what meets it.
+struct Chunk<'a, A: Arithmetic> {
+    arithmetic: A,
+    query: Heads<'a, A::Source>,
     tiles: KeyTiles,
-    keys: Columns<T>,
-    values: Rows<T>,
+    keys: Columns<A>,
+    values: Rows<A>,
+    bounds: &'a [Vec<Bounds>],
+    scale: A::Acc,
 }
 
-fn visit<T: Real>(
-    task: Task<T>,
-    shape: Shape,
-    query: &Heads<T>,
-    chunk: &Chunk<T>,
-    bounds: &[Bounds],
-    scale: T,
-    scratch: &mut Scratch<T>,
-) {
-    let (row, head, d) = (task.tile.row as usize, task.key_head, shape.head_dim);
-    let queries = task.tile.queries.start as usize..task.tile.queries.end as usize;
-    let rows = queries.len() * shape.group();
-    stack(query, shape, row, head, queries, &mut scratch.query);
-    let Scratch { query, scores, spans, limits, rescale } = scratch;
-    for run in &task.tile.runs {
-        for (keys, full) in run.tiles() {
-            let first_position = run.first_position + (keys.start - run.keys.start);
-            set_spans(bounds, shape.group(), first_position, keys.len(), full, spans);
-            limits.set(spans, d);
-            T::multiply(Product {
-                out: scores,
-                accumulate: false,
-                a: Broadcast::rows(query, d),
-                b: chunk.keys.tile(&chunk.tiles, row, head, keys.start),
-                rows,
-                limits: &limits.scores,
-            });
-            let rescale = &mut rescale[..rows];
-            let (max, sum) = (&mut *task.max, &mut *task.sum);
-            T::softmax(Softmax { scores, spans, scale, max, sum, rescale });
-            T::rescale(Rescale { rows: task.out, columns: padded(d), factors: rescale });
-            T::multiply(Product {
-                out: task.out,
-                accumulate: true,
-                a: Broadcast::rows(scores, KEY_BLOCK),
-                b: chunk.values.tile(&chunk.tiles, row, head, keys.start),
-                rows,
-                limits: &limits.over_keys,
-            });
+impl<A: Arithmetic> Chunk<'_, A> {
+    fn visit(&self, task: Task<A::Acc>, shape: Shape, scratch: &mut Scratch<A>) {
+        let (row, head, d, scale) = (task.tile.row as usize, task.key_head, shape.head_dim, self.scale);
+        let queries = task.tile.queries.start as usize..task.tile.queries.end as usize;
+        let bounds = &self.bounds[row][queries.clone()];
+        let rows = queries.len() * shape.group();
+        stack::<A>(&self.query, shape, row, head, queries, &mut scratch.query);
+        let Scratch { query, scores, left, spans, limits, rescale } = scratch;
+        for run in &task.tile.runs {
+            for (keys, full) in run.tiles() {
+                let first_position = run.first_position + (keys.start - run.keys.start);
+                set_spans(bounds, shape.group(), first_position, keys.len(), full, spans);
+                limits.set(self.arithmetic, spans, d);
+                self.arithmetic.multiply(Product {
+                    out: scores,
+                    out_row: KEY_BLOCK,
+                    accumulate: false,
+                    a: Broadcast::rows(query, terms::<A>(d)),
+                    b: self.keys.tile(&self.tiles, row, head, keys.start),
+                    rows,
+                    limits: &limits.scores,
+                });
+                let rescale = &mut rescale[..rows];
+                let (max, sum) = (&mut *task.max, &mut *task.sum);
+                A::Acc::softmax(Softmax { scores, spans, scale, max, sum, rescale });
+                A::Acc::rescale(Rescale {
+                    rows: task.out,
+                    stride: row_stride(d),
+                    columns: padded(d),
+                    factors: rescale,
+                });
+                self.arithmetic.multiply(Product {
+                    out: task.out,
+                    out_row: row_stride(d),
+                    accumulate: true,
+                    a: self.arithmetic.left(scores, rows, left),
+                    b: self.values.tile(&self.tiles, row, head, keys.start),
+                    rows,
+                    limits: &limits.over_keys,
+                });
+            }
         }
     }
 }
@@ -234,7 +264,7 @@ fn visit<T: Real>(
 fn split_tasks<'a, T: Real>(state: &'a mut Forward<T>, tiles: &'a [QueryTile]) -> Vec<Task<'a, T>> {
     let shape = state.shape;
     let width = shape.group();
-    let mut out = Splitter::new(&mut state.out, width * padded(shape.head_dim));
+    let mut out = Splitter::new(&mut state.out, width * row_stride(shape.head_dim));
     let mut max = Splitter::new(&mut state.max, width);
     let mut sum = Splitter::new(&mut state.sum, width);
     let mut tasks = Vec::with_capacity(tiles.len() * shape.key_heads);

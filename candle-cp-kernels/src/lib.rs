@@ -9,22 +9,33 @@
 //! Shapes: query, output `[B, Hq, Sq, D]`; key, value `[B, Hkv, Sk, D]`, with `Hq = G * Hkv`. The query
 //! heads of a group share one pass over their keys: inside a tile they are stacked as rows `(query, g)`.
 //!
-//! The CPU kernels run in f32 and f64 on rayon's threads. Their matrix products are micro-kernels written once against
-//! `pulp`'s vectors and compiled for AVX-512, AVX2 and NEON, chosen at run time, with a portable fallback.
+//! Operands are f32, f64, bf16 or f16 ([`Element`]); sums run in f32 (f64 for f64), on rayon's threads. Matrix products
+//! of f32 and f64 are micro-kernels written once against `pulp`'s vectors and compiled for AVX-512, AVX2 and NEON,
+//! chosen at run time, with a portable fallback. bf16 is multiplied by AMX tiles or AVX-512's bf16 pairs where the machine
+//! has them, and elsewhere widened tile by tile, as f16 is everywhere.
 
+mod aligned;
+#[cfg(target_arch = "x86_64")]
+mod amx;
+mod arithmetic;
 mod backward;
 mod compiled;
 mod cross_entropy;
+mod element;
 mod forward;
 mod heads;
 mod matmul;
 mod pack;
+mod pairs;
 mod real;
 mod softmax;
+#[cfg(test)]
+mod tests;
 mod tile;
 
 pub use backward::{Gradients, Saved, backward_chunk, output_dot};
 pub use cross_entropy::{CrossEntropy, cross_entropy_row};
+pub use element::Element;
 pub use forward::{Forward, forward_chunk};
 pub use heads::{Heads, Shape};
 pub use real::Real;

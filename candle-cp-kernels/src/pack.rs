@@ -1,9 +1,10 @@
 //! Operands in the order that the micro-kernels read: the keys and values of a chunk once per chunk, the queries of a
 //! tile once per tile.
 
+use crate::aligned::Aligned;
+use crate::arithmetic::{Arithmetic, pack_rows, terms};
 use crate::heads::{Heads, Shape};
 use crate::matmul::{LANES, Panels, panel_index};
-use crate::real::Real;
 use crate::tile::{KEY_BLOCK, KeyRun, QueryTile};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -11,6 +12,12 @@ use std::ops::Range;
 /// Head size in whole vectors.
 pub(crate) fn padded(head_dim: usize) -> usize {
     head_dim.next_multiple_of(LANES)
+}
+
+/// Elements from one row of sums over a head to the next. Not a power of two for the usual sizes, so that the rows of a
+/// block do not compete for the same lines of the cache.
+pub(crate) fn row_stride(head_dim: usize) -> usize {
+    padded(head_dim) + LANES
 }
 
 /// The distinct tiles of keys that the query tiles of a chunk visit. A tile is known by its first key.
@@ -44,8 +51,12 @@ impl KeyTiles {
         self.first[row] + head * tiles.len() + tile
     }
 
-    fn fill<T: Real>(&self, length: usize, fill: impl Fn(usize, usize, Range<usize>, &mut [T]) + Sync) -> Vec<T> {
-        let mut data = vec![T::ZERO; self.slots.len() * length];
+    fn fill<T: Copy + Default + Send + Sync>(
+        &self,
+        length: usize,
+        fill: impl Fn(usize, usize, Range<usize>, &mut [T]) + Sync,
+    ) -> Aligned<T> {
+        let mut data = Aligned::zeros(self.slots.len() * length);
         data.par_chunks_mut(length.max(1)).zip(&self.slots).for_each(|(out, (row, head, keys))| {
             fill(*row, *head, keys.start as usize..keys.end as usize, out);
         });
@@ -53,67 +64,59 @@ impl KeyTiles {
     }
 }
 
-/// Tiles of keys (or values), one row per key: `[KEY_BLOCK, Dp]` panels.
-pub(crate) struct Rows<T> {
-    data: Vec<T>,
+/// Keys (or values) as right operands of sums over keys: for each tile, panels of `[terms of KEY_BLOCK keys, Dp]`.
+pub(crate) struct Rows<A: Arithmetic> {
+    data: Aligned<A::Term>,
     width: usize,
 }
 
-impl<T: Real> Rows<T> {
-    pub fn new(x: &Heads<T>, tiles: &KeyTiles, shape: Shape) -> Self {
+impl<A: Arithmetic> Rows<A> {
+    pub fn new(x: &Heads<A::Source>, tiles: &KeyTiles, shape: Shape) -> Self {
         let width = padded(shape.head_dim);
-        let data = tiles.fill(KEY_BLOCK * width, |row, head, keys, out| {
-            pack_rows(keys.map(|key| x.token(row, head, key)), KEY_BLOCK, width, out);
+        let data = tiles.fill(terms::<A>(KEY_BLOCK) * width, |row, head, keys, out| {
+            pack_rows::<A>(keys.map(|key| x.token(row, head, key)), terms::<A>(KEY_BLOCK), width, out);
         });
         Self { data, width }
     }
 
-    pub fn tile(&self, tiles: &KeyTiles, row: usize, head: usize, first_key: u32) -> Panels<'_, T> {
-        let length = KEY_BLOCK * self.width;
-        let start = tiles.slot(row, head, first_key) * length;
-        Panels { data: &self.data[start..start + length], rows: KEY_BLOCK, columns: self.width }
+    pub fn tile(&self, tiles: &KeyTiles, row: usize, head: usize, first_key: u32) -> Panels<'_, A::Term> {
+        let rows = terms::<A>(KEY_BLOCK);
+        let start = tiles.slot(row, head, first_key) * rows * self.width;
+        Panels { data: &self.data[start..start + rows * self.width], rows, columns: self.width }
     }
 }
 
-/// Tiles of keys (or values), transposed: `[D, KEY_BLOCK]` panels, 0 beyond the last key.
-pub(crate) struct Columns<T> {
-    data: Vec<T>,
-    head_dim: usize,
+/// Keys (or values) as right operands of sums over the head: for each tile, panels of `[terms of D, KEY_BLOCK]`, 0
+/// beyond the last key.
+pub(crate) struct Columns<A: Arithmetic> {
+    data: Aligned<A::Term>,
+    terms: usize,
 }
 
-impl<T: Real> Columns<T> {
-    pub fn new(x: &Heads<T>, tiles: &KeyTiles, shape: Shape) -> Self {
-        let d = shape.head_dim;
-        let data = tiles.fill(d * KEY_BLOCK, |row, head, keys, out| {
+impl<A: Arithmetic> Columns<A> {
+    pub fn new(x: &Heads<A::Source>, tiles: &KeyTiles, shape: Shape) -> Self {
+        let terms = terms::<A>(shape.head_dim);
+        let data = tiles.fill(terms * KEY_BLOCK, |row, head, keys, out| {
+            let mut lanes = vec![A::Term::default(); LANES * terms];
             for first in (0..keys.len()).step_by(LANES) {
-                let lanes = LANES.min(keys.len() - first);
-                let mut tokens = [&[][..]; LANES];
-                for (lane, token) in tokens[..lanes].iter_mut().enumerate() {
-                    *token = x.token(row, head, keys.start + first + lane);
+                let count = LANES.min(keys.len() - first);
+                for (lane, line) in lanes.chunks_mut(terms).take(count).enumerate() {
+                    A::token_terms(x.token(row, head, keys.start + first + lane), line);
                 }
-                for i in 0..d {
-                    let start = panel_index(d, KEY_BLOCK, i, first);
-                    let out = &mut out[start..start + lanes];
-                    out.iter_mut().zip(&tokens).for_each(|(out, token)| *out = token[i]);
+                for i in 0..terms {
+                    let start = panel_index::<A::Term>(terms, KEY_BLOCK, i, first);
+                    for (lane, out) in out[start..start + count].iter_mut().enumerate() {
+                        *out = lanes[lane * terms + i];
+                    }
                 }
             }
         });
-        Self { data, head_dim: d }
+        Self { data, terms }
     }
 
-    pub fn tile(&self, tiles: &KeyTiles, row: usize, head: usize, first_key: u32) -> Panels<'_, T> {
-        let length = self.head_dim * KEY_BLOCK;
+    pub fn tile(&self, tiles: &KeyTiles, row: usize, head: usize, first_key: u32) -> Panels<'_, A::Term> {
+        let length = self.terms * KEY_BLOCK;
         let start = tiles.slot(row, head, first_key) * length;
-        Panels { data: &self.data[start..start + length], rows: self.head_dim, columns: KEY_BLOCK }
-    }
-}
-
-/// Writes rows as panels of `[rows, width]`, the first elements of each; the rest of `out` keeps its zeros.
-pub(crate) fn pack_rows<'a, T: Real>(lines: impl Iterator<Item = &'a [T]>, rows: usize, width: usize, out: &mut [T]) {
-    for (row, line) in lines.enumerate() {
-        for (panel, part) in line.chunks(crate::matmul::PANEL).enumerate() {
-            let start = panel_index(rows, width, row, panel * crate::matmul::PANEL);
-            out[start..start + part.len()].copy_from_slice(part);
-        }
+        Panels { data: &self.data[start..start + length], rows: self.terms, columns: KEY_BLOCK }
     }
 }

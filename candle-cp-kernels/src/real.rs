@@ -1,6 +1,7 @@
 //! The two accumulation types, f32 and f64.
 
 use crate::compiled::Compiled;
+use crate::matmul::Term;
 use pulp::Simd;
 use std::fmt::Debug;
 use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Sub};
@@ -8,6 +9,7 @@ use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Sub};
 /// A type that attention accumulates in.
 pub trait Real:
     Compiled
+    + Term
     + Copy
     + Send
     + Sync

@@ -113,6 +113,8 @@ fn clear_outside<'a, T: Real>(tile: &'a mut [T], r: usize, span: &Span) -> &'a m
 /// `row[..] *= factor` for every stacked row whose factor is not 1.
 pub(crate) struct Rescale<'a, T> {
     pub rows: &'a mut [T],
+    /// Elements from one row to the next, of which `columns` are in use.
+    pub stride: usize,
     pub columns: usize,
     pub factors: &'a [T],
 }
@@ -122,9 +124,9 @@ impl<T: Real> NullaryFnOnce for Rescale<'_, T> {
 
     #[inline(always)]
     fn call(self) {
-        for (row, &factor) in self.rows.chunks_mut(self.columns).zip(self.factors) {
+        for (row, &factor) in self.rows.chunks_mut(self.stride).zip(self.factors) {
             if factor != T::ONE {
-                row.iter_mut().for_each(|x| *x *= factor);
+                row[..self.columns].iter_mut().for_each(|x| *x *= factor);
             }
         }
     }

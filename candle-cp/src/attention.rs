@@ -8,6 +8,7 @@ use crate::ring::{self, Pass, Wire};
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor, WithDType};
 use candle_cp_kernels::{self as kernels, Bounds, Forward, Gradients, Heads, QueryTile, Real};
 use half::{bf16, f16};
+use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -128,9 +129,9 @@ impl CustomOp3 for RingAttention {
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         use candle_core::backend::BackendStorage;
         let out = dispatch!(q.dtype(), T => {
-            let q = Operand::new::<T>(q, q_layout)?;
-            let k = Operand::new::<T>(k, k_layout)?;
-            let v = Operand::new::<T>(v, v_layout)?;
+            let q = Operand::<T>::new(q, q_layout)?;
+            let k = Operand::<T>::new(k, k_layout)?;
+            let v = Operand::<T>::new(v, v_layout)?;
             T::to_cpu_storage_owned(self.forward::<T>(&q, &k, &v)?)
         });
         Ok((out, q_layout.shape().clone()))
@@ -147,8 +148,8 @@ impl CustomOp3 for RingAttention {
         let (dq, dk, dv) = dispatch!(q.dtype(), T => {
             with_cpu_storage(q, |q, ql| with_cpu_storage(k, |k, kl| with_cpu_storage(v, |v, vl| {
                 with_cpu_storage(out, |o, ol| with_cpu_storage(d_out, |d, dl| self.backward::<T>(
-                    [&Operand::new::<T>(q, ql)?, &Operand::new::<T>(k, kl)?, &Operand::new::<T>(v, vl)?],
-                    [&Operand::new::<T>(o, ol)?, &Operand::new::<T>(d, dl)?],
+                    [&Operand::<T>::new(q, ql)?, &Operand::<T>::new(k, kl)?, &Operand::<T>::new(v, vl)?],
+                    [&Operand::<T>::new(o, ol)?, &Operand::<T>::new(d, dl)?],
                 )))
             })))?
         });
@@ -157,22 +158,22 @@ impl CustomOp3 for RingAttention {
 }
 
 impl RingAttention {
-    fn forward<T: Element>(&self, q: &Operand<T::Acc>, k: &Operand<T::Acc>, v: &Operand<T::Acc>) -> Result<Vec<T>> {
+    fn forward<T: Element>(&self, q: &Operand<T>, k: &Operand<T>, v: &Operand<T>) -> Result<Vec<T>> {
         let shape = shape(q, k);
         let scale = <T::Acc as Real>::from_f64(self.scale);
         let common = Common { keys: k, values: v, bounds: self.plan.bounds(), scale };
         let mut pass = ForwardPass::<T> { common, q: q.heads(), state: Forward::new(shape) };
         ring::run(self.comm.as_ref(), &self.plan, wire::<T>(k), false, &mut pass)?;
-        let (out, lse) = pass.state.finish();
+        let (out, lse) = pass.state.finish::<T>();
         let lse = Tensor::from_vec(lse, shape.rows(), &candle_core::Device::Cpu)?;
         *self.lse.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(lse);
-        Ok(T::narrow(out))
+        Ok(out)
     }
 
     fn backward<T: Element>(
         &self,
-        [q, k, v]: [&Operand<T::Acc>; 3],
-        [out, d_out]: [&Operand<T::Acc>; 2],
+        [q, k, v]: [&Operand<T>; 3],
+        [out, d_out]: [&Operand<T>; 2],
     ) -> Result<(Tensor, Tensor, Tensor)> {
         let shape = shape(q, k);
         let lse = self.lse.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
@@ -195,33 +196,38 @@ impl RingAttention {
         let device = candle_core::Device::Cpu;
         let mut d_key = pass.d_key_value;
         let d_value = d_key.split_off(length);
-        let dq = Tensor::from_vec(T::narrow(pass.d_query.finish()), &q.dims(), &device)?;
-        let dk = Tensor::from_vec(T::narrow(d_key), &k.dims(), &device)?;
-        let dv = Tensor::from_vec(T::narrow(d_value), &k.dims(), &device)?;
+        let dq = Tensor::from_vec(pass.d_query.finish::<T>(), &q.dims(), &device)?;
+        let dk = Tensor::from_vec(narrow::<T>(d_key), &k.dims(), &device)?;
+        let dv = Tensor::from_vec(narrow::<T>(d_value), &k.dims(), &device)?;
         Ok((dq, dk, dv))
     }
 }
 
-fn shape<A: Real>(q: &Operand<A>, k: &Operand<A>) -> kernels::Shape {
+/// Back from the accumulation type.
+fn narrow<T: Element>(sums: Vec<T::Acc>) -> Vec<T> {
+    sums.into_par_iter().with_min_len(1 << 16).map(T::narrow).collect()
+}
+
+fn shape<T: Element>(q: &Operand<T>, k: &Operand<T>) -> kernels::Shape {
     let [batch, query_heads, queries, head_dim] = q.dims();
     kernels::Shape { batch, query_heads, key_heads: k.dims()[1], queries, head_dim }
 }
 
-fn wire<T: Element>(k: &Operand<T::Acc>) -> Wire {
+fn wire<T: Element>(k: &Operand<T>) -> Wire {
     let [batch, heads, _, head_dim] = k.dims();
     Wire { batch, heads, head_dim, dtype: T::DTYPE, gradient_dtype: <T::Acc as WithDType>::DTYPE }
 }
 
 /// What both passes need.
-struct Common<'a, A: Real> {
-    keys: &'a Operand<'a, A>,
-    values: &'a Operand<'a, A>,
+struct Common<'a, T: Element> {
+    keys: &'a Operand<'a, T>,
+    values: &'a Operand<'a, T>,
     bounds: &'a [Vec<Bounds>],
-    scale: A,
+    scale: T::Acc,
 }
 
-impl<A: Real> Common<'_, A> {
-    fn pack<T: Element<Acc = A>>(&self, ranges: &[Range<usize>]) -> Result<Tensor> {
+impl<T: Element> Common<'_, T> {
+    fn pack(&self, ranges: &[Range<usize>]) -> Result<Tensor> {
         let [batch, heads, _, d] = self.keys.dims();
         let count: usize = ranges.iter().map(Range::len).sum();
         let mut data = Vec::with_capacity(2 * batch * heads * count * d);
@@ -234,18 +240,17 @@ impl<A: Real> Common<'_, A> {
                 }
             }
         }
-        Ok(Tensor::from_vec(T::narrow(data), (2, batch, heads, count, d), &candle_core::Device::Cpu)?)
+        Ok(Tensor::from_vec(data, (2, batch, heads, count, d), &candle_core::Device::Cpu)?)
     }
 }
 
-/// Hands `f` the keys and values of a chunk `[2, B, Hkv, keys, D]` in the accumulation type.
-fn with_chunk<T: Element, R>(chunk: &Tensor, f: impl FnOnce(Heads<T::Acc>, Heads<T::Acc>, usize) -> R) -> Result<R> {
+/// Hands `f` the keys and values of a chunk `[2, B, Hkv, keys, D]`.
+fn with_chunk<T: Element, R>(chunk: &Tensor, f: impl FnOnce(Heads<T>, Heads<T>, usize) -> R) -> Result<R> {
     let dims = chunk.dims();
     let (batch, heads, keys, d) = (dims[1], dims[2], dims[3], dims[4]);
     with_cpu_storage(chunk, |storage, layout| {
         let length = batch * heads * keys * d;
         let data = &storage.as_slice::<T>()?[layout.start_offset()..][..2 * length];
-        let data = T::widen(data);
         let (k, v) = data.split_at(length);
         let dims = [batch, heads, keys];
         Ok(f(Heads::contiguous(k, dims, d), Heads::contiguous(v, dims, d), keys))
@@ -253,13 +258,13 @@ fn with_chunk<T: Element, R>(chunk: &Tensor, f: impl FnOnce(Heads<T::Acc>, Heads
 }
 
 struct ForwardPass<'a, T: Element> {
-    common: Common<'a, T::Acc>,
-    q: Heads<'a, T::Acc>,
+    common: Common<'a, T>,
+    q: Heads<'a, T>,
     state: Forward<T::Acc>,
 }
 
 impl<T: Element> ForwardPass<'_, T> {
-    fn visit(&mut self, key: Heads<T::Acc>, value: Heads<T::Acc>, tiles: &[QueryTile]) {
+    fn visit(&mut self, key: Heads<T>, value: Heads<T>, tiles: &[QueryTile]) {
         let Common { bounds, scale, .. } = self.common;
         kernels::forward_chunk(&mut self.state, (&self.q, &key, &value), tiles, bounds, scale);
     }
@@ -267,7 +272,7 @@ impl<T: Element> ForwardPass<'_, T> {
 
 impl<T: Element> Pass for ForwardPass<'_, T> {
     fn pack(&self, ranges: &[Range<usize>]) -> Result<Tensor> {
-        self.common.pack::<T>(ranges)
+        self.common.pack(ranges)
     }
 
     fn own(&mut self, edge: &Edge) -> Result<()> {
@@ -287,9 +292,9 @@ impl<T: Element> Pass for ForwardPass<'_, T> {
 }
 
 struct BackwardPass<'a, T: Element> {
-    common: Common<'a, T::Acc>,
-    q: Heads<'a, T::Acc>,
-    d_out: Heads<'a, T::Acc>,
+    common: Common<'a, T>,
+    q: Heads<'a, T>,
+    d_out: Heads<'a, T>,
     lse: &'a [T::Acc],
     delta: &'a [T::Acc],
     d_query: Gradients<T::Acc>,
@@ -300,8 +305,8 @@ struct BackwardPass<'a, T: Element> {
 impl<T: Element> BackwardPass<'_, T> {
     fn visit(
         &mut self,
-        key: Heads<T::Acc>,
-        value: Heads<T::Acc>,
+        key: Heads<T>,
+        value: Heads<T>,
         keys: usize,
         tiles: &[QueryTile],
     ) -> (Vec<T::Acc>, Vec<T::Acc>) {
@@ -314,7 +319,7 @@ impl<T: Element> BackwardPass<'_, T> {
 
 impl<T: Element> Pass for BackwardPass<'_, T> {
     fn pack(&self, ranges: &[Range<usize>]) -> Result<Tensor> {
-        self.common.pack::<T>(ranges)
+        self.common.pack(ranges)
     }
 
     fn own(&mut self, edge: &Edge) -> Result<()> {

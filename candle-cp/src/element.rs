@@ -1,88 +1,48 @@
-//! Input types, the type each accumulates in, and how Candle's storage is read and made.
+//! Input types, and how Candle's storage is read and made.
 
 use crate::error::{Error, Result};
 use candle_core::{CpuStorage, Layout, Shape, Storage, Tensor, WithDType};
-use candle_cp_kernels::{Heads, Real};
-use half::{bf16, f16};
+use candle_cp_kernels::{self as kernels, Heads};
 use std::borrow::Cow;
 
 /// A type that queries, keys and values may have.
-pub(crate) trait Element: WithDType {
-    /// What sums run in: f32, and f64 for f64.
-    type Acc: Real + WithDType;
-    /// Contiguous data in the accumulation type; borrowed where it is that already.
-    fn widen(data: &[Self]) -> Cow<'_, [Self::Acc]>;
-    /// Back from the accumulation type.
-    fn narrow(data: Vec<Self::Acc>) -> Vec<Self>;
-}
+pub(crate) trait Element: WithDType + kernels::Element<Acc: WithDType> {}
 
-macro_rules! accumulates_in_itself {
-    ($($t:ty),*) => {$(
-        impl Element for $t {
-            type Acc = $t;
-            fn widen(data: &[Self]) -> Cow<'_, [Self]> {
-                Cow::Borrowed(data)
-            }
-            fn narrow(data: Vec<Self>) -> Vec<Self> {
-                data
-            }
-        }
-    )*};
-}
-accumulates_in_itself!(f32, f64);
+impl<T: WithDType + kernels::Element<Acc: WithDType>> Element for T {}
 
-macro_rules! accumulates_in_f32 {
-    ($($t:ty),*) => {$(
-        impl Element for $t {
-            type Acc = f32;
-            fn widen(data: &[Self]) -> Cow<'_, [f32]> {
-                Cow::Owned(data.iter().map(|x| x.to_f32()).collect())
-            }
-            fn narrow(data: Vec<f32>) -> Vec<Self> {
-                data.into_iter().map(<$t>::from_f32).collect()
-            }
-        }
-    )*};
-}
-accumulates_in_f32!(bf16, f16);
-
-/// A `[B, H, S, D]` operand in the accumulation type: borrowed with its strides, or widened.
-pub(crate) struct Operand<'a, A: Clone> {
-    data: Cow<'a, [A]>,
+/// A `[B, H, S, D]` operand: borrowed with its strides, or copied where the last dimension is not contiguous.
+pub(crate) struct Operand<'a, T: Clone> {
+    data: Cow<'a, [T]>,
     dims: [usize; 4],
     strides: [usize; 3],
 }
 
-impl<'a, A: Real> Operand<'a, A> {
-    /// Reads CPU storage. A last dimension that is not contiguous, or a broadcast one, is copied.
-    pub fn new<T: Element<Acc = A>>(storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
+impl<'a, T: Element> Operand<'a, T> {
+    /// Reads CPU storage.
+    pub fn new(storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
         let dims: [usize; 4] = layout.shape().dims4()?.into();
-        let data = &storage.as_slice::<T>()?[layout.start_offset()..];
+        let all = storage.as_slice::<T>()?;
+        let data = &all[layout.start_offset()..];
         let stride = layout.stride();
         let strides = [stride[0], stride[1], stride[2]];
-        let span: usize = dims.iter().zip(stride).map(|(d, s)| d.saturating_sub(1) * s).sum::<usize>() + 1;
-        let empty = dims.contains(&0);
-        let dense = span <= dims.iter().product();
-        if !empty && (stride[3] == 1 || dims[3] == 1) && dense {
-            return Ok(Self { data: T::widen(&data[..span]), dims, strides });
+        if stride[3] == 1 || dims[3] == 1 || dims.contains(&0) {
+            return Ok(Self { data: Cow::Borrowed(data), dims, strides });
         }
-        let all = storage.as_slice::<T>()?;
         let mut copy = Vec::with_capacity(dims.iter().product());
         for b in 0..dims[0] {
             for h in 0..dims[1] {
                 for t in 0..dims[2] {
-                    let start = layout.start_offset() + b * stride[0] + h * stride[1] + t * stride[2];
-                    copy.extend((0..dims[3]).map(|i| all[start + i * stride[3]]));
+                    let start = b * stride[0] + h * stride[1] + t * stride[2];
+                    copy.extend((0..dims[3]).map(|i| data[start + i * stride[3]]));
                 }
             }
         }
-        let data = Cow::Owned(T::widen(&copy).into_owned());
         let token = dims[3];
-        Ok(Self { data, dims, strides: [dims[1] * dims[2] * token, dims[2] * token, token] })
+        Ok(Self { data: Cow::Owned(copy), dims, strides: [dims[1] * dims[2] * token, dims[2] * token, token] })
     }
 
     /// The kernel's view.
-    pub fn heads(&self) -> Heads<'_, A> {
+    pub fn heads(&self) -> Heads<'_, T> {
         let [b, h, s, d] = self.dims;
         Heads::new(&self.data, [b, h, s], self.strides, d)
     }
