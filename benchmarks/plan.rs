@@ -2,26 +2,96 @@
 //!
 //! `cargo run --release -p candle-cp --example bench_plan -- [times] [work]` (both without arguments)
 
-use candle_cp::{AttentionPlan, LayoutKind, MaskRule, Result, SequenceLayout, Tokens, Trim};
+use candle_cp::{AttentionPlan, LayerWork, LayoutKind, MaskRule, Result, SequenceLayout, Tokens, Trim, live_work};
 use std::time::Instant;
 
-/// Documents of `[700, 9000)` tokens, an image block of 256 in every second one.
-fn ragged(len: usize) -> Result<Tokens> {
+/// Gemma 4's mix: five sliding layers of 8 heads of 256 to one full layer of 8 heads of 512.
+fn gemma() -> [LayerWork; 2] {
+    let sliding = LayerWork { rule: MaskRule::sliding(1024).with_groups(), weight: 5.0 * 8.0 * 256.0 };
+    [sliding, LayerWork { rule: MaskRule::causal(), weight: 8.0 * 512.0 }]
+}
+
+/// A row of documents that end at `ends`, and image blocks of 256 tokens that start at `images`.
+fn row(len: usize, ends: &[usize], images: &[usize]) -> Result<Tokens> {
+    let document = |i: usize| ends.iter().filter(|&&end| end <= i).count() as i64;
+    let group = |i: usize| images.iter().position(|&start| (start..start + 256).contains(&i)).map_or(-1, |g| g as i64);
+    Tokens::new(vec![(0..len).map(document).collect()], vec![(0..len).map(group).collect()])
+}
+
+/// Documents of `shortest..=longest` tokens, most of them short; every second one begins with an image block of 256.
+fn ragged(len: usize, longest: usize, seed: u64) -> Result<Tokens> {
+    const SHORTEST: usize = 100;
     let (mut documents, mut groups) = (vec![0; len], vec![-1; len]);
-    let (mut start, mut state) = (0, 1u64);
+    let (mut start, mut state) = (0, seed);
     for document in 0.. {
         if start == len {
             break;
         }
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        let end = (start + 700 + (state >> 33) as usize % 8300).min(len);
+        let uniform = (state >> 11) as f64 / (1u64 << 53) as f64;
+        let length = SHORTEST as f64 * (longest as f64 / SHORTEST as f64).powf(uniform);
+        let end = (start + length as usize).min(len);
         documents[start..end].fill(document);
-        if document % 2 == 0 && end - start > 400 {
+        if document % 2 == 0 && end - start > 320 {
             groups[start + 64..start + 320].fill(document);
         }
         start = end;
     }
     Tokens::new(vec![documents], vec![groups])
+}
+
+/// Pieces of a rank at most, keys that a rank receives on average (sliding, full) as a share of the row.
+fn travel(layout: &SequenceLayout, tokens: &Tokens) -> Result<(usize, [f64; 2])> {
+    let pieces = (0..layout.ranks()).map(|rank| layout.ranges(rank).len()).max();
+    let mut shares = [0.0; 2];
+    for (share, layers) in shares.iter_mut().zip(gemma()) {
+        for rank in 0..layout.ranks() {
+            let plan = AttentionPlan::new(layout, tokens, &layers.rule, rank, Trim::Live)?;
+            *share += plan.keys_received() as f64 / (layout.ranks() * layout.len()) as f64;
+        }
+    }
+    Ok((pieces.unwrap_or(0), shares))
+}
+
+fn uneven(work: &[f64]) -> f64 {
+    work.iter().copied().fold(0.0, f64::max) * work.len() as f64 / work.iter().sum::<f64>()
+}
+
+/// Largest over mean of the live work, for every layout.
+fn work(name: &str, tokens: &Tokens) -> Result<()> {
+    for ranks in [2, 4, 8] {
+        print!("| {name} | {} | {ranks} |", tokens.len());
+        for kind in LayoutKind::ALL {
+            let layout = kind.layout(tokens, ranks, &gemma())?;
+            let of = |layers: &[LayerWork]| Ok::<_, candle_cp::Error>(uneven(&live_work(&layout, tokens, layers)?));
+            let [sliding, full] = gemma();
+            let (pieces, [near, far]) = travel(&layout, tokens)?;
+            print!(
+                " {:.3} | {:.2}, {:.2} | {pieces} | {:.2}, {:.2} |",
+                of(&gemma())?,
+                of(&[sliding])?,
+                of(&[full])?,
+                near,
+                far
+            );
+        }
+        println!();
+    }
+    Ok(())
+}
+
+fn all_work() -> Result<()> {
+    let columns = "| mix | sliding, full | pieces | received: sliding, full ";
+    println!("| row | S | ranks {}|", columns.repeat(LayoutKind::ALL.len()));
+    println!("{}|", "| --- ".repeat(3 + 4 * LayoutKind::ALL.len()));
+    for s in [4096, 8192, 16384, 32768] {
+        work("one document", &Tokens::single_document(1, s))?;
+        work("two documents, two images", &row(s, &[s / 3], &[64, s / 2])?)?;
+        for seed in 1..=3 {
+            work(&format!("ragged {seed}"), &ragged(s, s / 2, seed)?)?;
+        }
+    }
+    Ok(())
 }
 
 fn times(name: &str, layout: &SequenceLayout, tokens: &Tokens, rank: usize) -> Result<()> {
@@ -38,20 +108,36 @@ fn times(name: &str, layout: &SequenceLayout, tokens: &Tokens, rank: usize) -> R
     Ok(())
 }
 
-fn main() -> Result<()> {
+fn all_times() -> Result<()> {
     println!("| row | rule | ms |\n| --- | --- | --- |");
     let s = 1_000_000;
     let start = Instant::now();
-    let packed = ragged(s)?;
+    let packed = ragged(s, 20_000, 1)?;
     println!("| Tokens::new, packed | | {:.3} |", start.elapsed().as_secs_f64() * 1e3);
-    for (row, tokens) in [("one document", Tokens::single_document(1, s)), ("packed", packed)] {
+    let one = Tokens::single_document(1, s);
+    for (row, tokens) in [("one document", &one), ("packed", &packed)] {
         for kind in LayoutKind::ALL {
-            times(&format!("{row}, 64 ranks, {kind}"), &kind.layout(s, 64)?, &tokens, 40)?;
+            let start = Instant::now();
+            let layout = kind.layout(tokens, 64, &gemma())?;
+            println!("| {row}, 64 ranks, {kind} | the layout itself | {:.3} |", start.elapsed().as_secs_f64() * 1e3);
+            times(&format!("{row}, 64 ranks, {kind}"), &layout, tokens, 40)?;
         }
     }
     // Piece i of 32 * 64 goes to rank i mod 64.
     let pieces = |rank: usize| (0..32).map(|i| (i * 64 + rank) * s / 2048..(i * 64 + rank + 1) * s / 2048).collect();
     let striped = SequenceLayout::from_ranges(s, (0..64).map(pieces).collect())?;
-    times("packed, 64 ranks, 32 pieces each", &striped, &ragged(s)?, 40)?;
+    times("packed, 64 ranks, 32 pieces each", &striped, &packed, 40)?;
     times("4096, 1 rank", &SequenceLayout::contiguous(4096, 1)?, &Tokens::single_document(1, 4096), 0)
+}
+
+fn main() -> Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let wanted = |name: &str| arguments.is_empty() || arguments.iter().any(|argument| argument == name);
+    if wanted("times") {
+        all_times()?;
+    }
+    if wanted("work") {
+        all_work()?;
+    }
+    Ok(())
 }
