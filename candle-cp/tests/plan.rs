@@ -139,6 +139,23 @@ fn sliding_layers_send_only_the_window() {
     assert_eq!(plan(&contiguous, &tokens, Rule::sliding(window), 3, Trim::Live).distances(), [1]);
 }
 
+#[test]
+fn a_sliding_layer_of_long_slices_sends_its_window_to_the_next_rank_only() {
+    let (local, ranks, window) = (8192, 4, 1024);
+    let tokens = Tokens::single_document(1, local * ranks);
+    let layout = SequenceLayout::contiguous(local * ranks, ranks).unwrap();
+    for rule in [Rule::sliding(window), Rule::sliding(window).with_groups()] {
+        for rank in 0..ranks {
+            let plan = plan(&layout, &tokens, rule, rank, Trim::Live);
+            let sends: Vec<_> = plan.hops().iter().filter_map(|hop| hop.send.clone()).collect();
+            // At most the window and a tile; here the window ends on the tile grid.
+            let expected = vec![(rank + 1, vec![local - window..local])];
+            assert_eq!(sends, if rank + 1 < ranks { expected } else { vec![] }, "rank {rank}");
+            assert!(plan.keys_received() <= window + KEY_BLOCK);
+        }
+    }
+}
+
 fn pieces(range: &Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
     let range = range.clone();
     range.clone().step_by(size).map(move |start| start..(start + size).min(range.end))
