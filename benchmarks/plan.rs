@@ -40,50 +40,53 @@ fn ragged(len: usize, longest: usize, seed: u64) -> Result<Tokens> {
     Tokens::new(vec![documents], vec![groups])
 }
 
-/// Pieces of a rank at most, keys that a rank receives on average (sliding, full) as a share of the row.
-fn travel(layout: &SequenceLayout, tokens: &Tokens) -> Result<(usize, [f64; 2])> {
-    let pieces = (0..layout.ranks()).map(|rank| layout.ranges(rank).len()).max();
-    let mut shares = [0.0; 2];
-    for (share, layers) in shares.iter_mut().zip(gemma()) {
+/// Keys that a rank receives on average in a sliding and in a full layer, as shares of the row.
+fn received(layout: &SequenceLayout, tokens: &Tokens) -> Result<String> {
+    let share = |rule: &MaskRule| -> Result<f64> {
+        let mut keys = 0;
         for rank in 0..layout.ranks() {
-            let plan = AttentionPlan::new(layout, tokens, &layers.rule, rank, Trim::Live)?;
-            *share += plan.keys_received() as f64 / (layout.ranks() * layout.len()) as f64;
+            keys += AttentionPlan::new(layout, tokens, rule, rank, Trim::Live)?.keys_received();
         }
-    }
-    Ok((pieces.unwrap_or(0), shares))
+        Ok(keys as f64 / (layout.ranks() * layout.len()) as f64)
+    };
+    let [sliding, full] = gemma();
+    Ok(format!("{:.2}, {:.2}", share(&sliding.rule)?, share(&full.rule)?))
 }
 
-fn uneven(work: &[f64]) -> f64 {
-    work.iter().copied().fold(0.0, f64::max) * work.len() as f64 / work.iter().sum::<f64>()
+/// Largest over mean of the ranks' live work: over the mix, and in parentheses in sliding and in full layers alone.
+fn uneven(layout: &SequenceLayout, tokens: &Tokens) -> Result<String> {
+    let of = |layers: &[LayerWork]| -> Result<f64> {
+        let work = live_work(layout, tokens, layers)?;
+        Ok(work.iter().copied().fold(0.0, f64::max) * work.len() as f64 / work.iter().sum::<f64>())
+    };
+    let [sliding, full] = gemma();
+    Ok(format!("{:.3} ({:.2}, {:.2})", of(&[sliding, full])?, of(&[sliding])?, of(&[full])?))
 }
 
-/// Largest over mean of the live work, for every layout.
 fn work(name: &str, tokens: &Tokens) -> Result<()> {
     for ranks in [2, 4, 8] {
-        print!("| {name} | {} | {ranks} |", tokens.len());
-        for kind in LayoutKind::ALL {
-            let layout = kind.layout(tokens, ranks, &gemma())?;
-            let of = |layers: &[LayerWork]| Ok::<_, candle_cp::Error>(uneven(&live_work(&layout, tokens, layers)?));
-            let [sliding, full] = gemma();
-            let (pieces, [near, far]) = travel(&layout, tokens)?;
-            print!(
-                " {:.3} | {:.2}, {:.2} | {pieces} | {:.2}, {:.2} |",
-                of(&gemma())?,
-                of(&[sliding])?,
-                of(&[full])?,
-                near,
-                far
-            );
-        }
-        println!();
+        let [contiguous, head_tail, balanced] = LayoutKind::ALL.map(|kind| kind.layout(tokens, ranks, &gemma()));
+        let (contiguous, head_tail, balanced) = (contiguous?, head_tail?, balanced?);
+        let pieces = (0..ranks).map(|rank| balanced.ranges(rank).len()).max().unwrap_or(0);
+        println!(
+            "| {name} | {} | {ranks} | {} | {} | {} | {pieces} | {} | {} | {} |",
+            tokens.len(),
+            uneven(&contiguous, tokens)?,
+            uneven(&head_tail, tokens)?,
+            uneven(&balanced, tokens)?,
+            received(&contiguous, tokens)?,
+            received(&head_tail, tokens)?,
+            received(&balanced, tokens)?,
+        );
     }
     Ok(())
 }
 
 fn all_work() -> Result<()> {
-    let columns = "| mix | sliding, full | pieces | received: sliding, full ";
-    println!("| row | S | ranks {}|", columns.repeat(LayoutKind::ALL.len()));
-    println!("{}|", "| --- ".repeat(3 + 4 * LayoutKind::ALL.len()));
+    println!(
+        "| row | S | ranks | contiguous | head-tail | balanced | pieces | received: contiguous | head-tail | balanced |"
+    );
+    println!("{}|", "| --- ".repeat(10));
     for s in [4096, 8192, 16384, 32768] {
         work("one document", &Tokens::single_document(1, s))?;
         work("two documents, two images", &row(s, &[s / 3], &[64, s / 2])?)?;
@@ -123,6 +126,11 @@ fn all_times() -> Result<()> {
             times(&format!("{row}, 64 ranks, {kind}"), &layout, tokens, 40)?;
         }
     }
+    // No cut is even enough: the search goes on to the smallest pieces.
+    let padding = Tokens::new(vec![(0..s).map(|i| if i < 3000 { 0 } else { -1 }).collect()], vec![vec![-1; s]])?;
+    let start = Instant::now();
+    SequenceLayout::balanced(&padding, 64, &gemma())?;
+    println!("| mostly padding, 64 ranks, balanced | the layout itself | {:.3} |", start.elapsed().as_secs_f64() * 1e3);
     // Piece i of 32 * 64 goes to rank i mod 64.
     let pieces = |rank: usize| (0..32).map(|i| (i * 64 + rank) * s / 2048..(i * 64 + rank + 1) * s / 2048).collect();
     let striped = SequenceLayout::from_ranges(s, (0..64).map(pieces).collect())?;
