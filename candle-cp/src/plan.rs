@@ -241,13 +241,10 @@ impl<'a> Planner<'a> {
         Self { layout, blocks: blocks(rank), seen }
     }
 
-    /// The hull of what `query_rank` sees of `piece`.
-    fn seen_of(&self, query_rank: usize, piece: &Range<usize>) -> Range<usize> {
+    /// What `query_rank` sees and `piece` has a part of.
+    fn seen_in(&self, query_rank: usize, piece: &Range<usize>) -> &[Range<usize>] {
         let seen = &self.seen[query_rank];
-        match meeting(seen, piece, |range| range) {
-            met if met.is_empty() => 0..0,
-            met => intersect(&(seen[met.start].start..seen[met.end - 1].end), piece),
-        }
+        &seen[meeting(seen, piece, |range| range)]
     }
 
     /// Whether any rank needs keys of the rank `distance` behind it.
@@ -255,20 +252,22 @@ impl<'a> Planner<'a> {
         let ranks = self.layout.ranks();
         (0..ranks).any(|query_rank| {
             let pieces = self.layout.ranges((query_rank + ranks - distance) % ranks);
-            pieces.iter().any(|piece| !self.seen_of(query_rank, piece).is_empty())
+            pieces.iter().any(|piece| !self.seen_in(query_rank, piece).is_empty())
         })
     }
 
-    /// Local ranges of `key_rank`'s keys that `query_rank` needs: one per contiguous piece at most, rounded outwards to
-    /// the tile grid.
+    /// Local ranges of `key_rank`'s keys that `query_rank` needs, in order, rounded outwards to the tile grid.
     fn keys(&self, query_rank: usize, key_rank: usize) -> Vec<Range<usize>> {
         let mut local = 0;
-        let mut needed = Vec::new();
+        let mut needed: Vec<Range<usize>> = Vec::new();
         for piece in self.layout.ranges(key_rank) {
-            let hull = self.seen_of(query_rank, piece);
-            if !hull.is_empty() {
-                let on_grid = round_out(&hull, piece);
-                needed.push(local + on_grid.start - piece.start..local + on_grid.end - piece.start);
+            for seen in self.seen_in(query_rank, piece) {
+                let on_grid = round_out(&intersect(seen, piece), piece);
+                let part = local + on_grid.start - piece.start..local + on_grid.end - piece.start;
+                match needed.last_mut() {
+                    Some(last) if part.start <= last.end => last.end = part.end,
+                    _ => needed.push(part),
+                }
             }
             local += piece.len();
         }
