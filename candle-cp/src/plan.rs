@@ -236,9 +236,11 @@ struct Planner<'a> {
 
 impl<'a> Planner<'a> {
     fn new(layout: &'a SequenceLayout, rows: &[Vec<Bounds>], rank: usize, trim: Trim) -> Self {
-        let blocks = |rank| query_blocks(layout, rows, rank, trim);
-        let seen = (0..layout.ranks()).map(|rank| union(&blocks(rank))).collect();
-        Self { layout, blocks: blocks(rank), seen }
+        let blocks_of = |rank| query_blocks(layout, rows, rank, trim);
+        let blocks = blocks_of(rank);
+        let seen = |other| if other == rank { union(&blocks) } else { union(&blocks_of(other)) };
+        let seen = (0..layout.ranks()).map(seen).collect();
+        Self { layout, blocks, seen }
     }
 
     /// What `query_rank` sees and `piece` has a part of.

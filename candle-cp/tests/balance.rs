@@ -23,6 +23,13 @@ fn uneven(layout: &SequenceLayout, tokens: &Tokens, layers: &[LayerWork]) -> f64
     work.iter().copied().fold(0.0, f64::max) * work.len() as f64 / work.iter().sum::<f64>()
 }
 
+/// Ranks meet in every layer: the largest work of each kind of layer, summed, over the mean.
+fn waited_for(layout: &SequenceLayout, tokens: &Tokens, layers: &[LayerWork]) -> f64 {
+    let of_kind = |kind: &LayerWork| live_work(layout, tokens, &[*kind]).unwrap().into_iter().fold(0.0, f64::max);
+    let largest: f64 = layers.iter().map(of_kind).sum();
+    largest * layout.ranks() as f64 / live_work(layout, tokens, layers).unwrap().iter().sum::<f64>()
+}
+
 /// Two documents and two image blocks.
 fn two_documents(len: usize) -> Tokens {
     let groups = block(len, &[64..320, len / 2..len / 2 + 256]);
@@ -75,6 +82,8 @@ fn balanced_evens_out_any_row_where_the_other_layouts_do_not() {
                 let (balanced, layout) = of(LayoutKind::Balanced);
                 let place = format!("row {row} of {len} over {ranks}");
                 assert!(balanced <= 1.05, "{place}: {balanced}");
+                let waited_for = waited_for(&layout, tokens, &gemma());
+                assert!(waited_for <= 1.05, "{place}: {waited_for} over the kinds of layers");
                 assert!((0..ranks).all(|rank| layout.local_len(rank) == len / ranks), "{place}");
                 assert!((0..ranks).all(|rank| layout.ranges(rank).len() <= 8), "{place}: {layout:?}");
                 let off_grid =
