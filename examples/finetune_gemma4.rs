@@ -17,7 +17,7 @@ struct Flags {
     /// Ranks that share every sequence [default: 2]
     #[arg(long, value_name = "N", allow_hyphen_values = true)]
     cp: Option<String>,
-    /// Tokens each rank owns: contiguous or head-tail [default: head-tail]
+    /// Tokens each rank owns: contiguous, head-tail or balanced [default: head-tail]
     #[arg(long, value_name = "LAYOUT")]
     layout: Option<String>,
     /// Optimizer steps [default: 1500]

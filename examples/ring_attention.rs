@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_cp::comm::threads;
-use candle_cp::{CpContext, LayoutKind, MaskRule, Tokens};
+use candle_cp::{CpContext, MaskRule, SequenceLayout, Tokens};
 
 const SEQ: usize = 1000;
 const HEADS: usize = 4;
@@ -31,7 +31,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
 
     // Every rank holds the full tensors here only to keep the example short; a model shards its embeddings instead.
     let ranks = threads::run(4, &threads::Options::default(), |comm| {
-        let layout = LayoutKind::HeadTail.layout(SEQ, comm.size())?;
+        let layout = SequenceLayout::head_tail(SEQ, comm.size())?;
         let context = CpContext::new(comm.clone(), layout, Tokens::single_document(1, SEQ))?;
         let vars = qkv.clone().map(|x| Var::from_tensor(&x).expect("a float tensor"));
         let [q, k, v] = [0, 1, 2].map(|i| context.shard(&vars[i], 2));

@@ -1,31 +1,36 @@
 //! Which tokens of the row each rank owns.
 
+use crate::balance::{LayerWork, balanced_ranges};
 use crate::error::{Error, Result};
+use crate::tokens::Tokens;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 
-/// The two layouts with a name.
+/// The layouts with a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayoutKind {
     /// Rank `r` owns the `r`-th of P equal pieces.
     Contiguous,
     /// Rank `r` owns pieces `r` and `2P - 1 - r` of 2P equal ones: causal work is the same on every rank.
     HeadTail,
+    /// Pieces chosen by the live work of the batch: [`SequenceLayout::balanced`].
+    Balanced,
 }
 
 impl LayoutKind {
-    /// Both.
-    pub const ALL: [Self; 2] = [Self::Contiguous, Self::HeadTail];
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Contiguous, Self::HeadTail, Self::Balanced];
 
-    /// The layout of `len` tokens over `ranks`.
+    /// The layout of a batch over `ranks`. `layers` are those of the model; only [`LayoutKind::Balanced`] looks at them.
     ///
     /// # Errors
-    /// As [`SequenceLayout::contiguous`].
-    pub fn layout(self, len: usize, ranks: usize) -> Result<SequenceLayout> {
+    /// As [`SequenceLayout::contiguous`] and [`SequenceLayout::balanced`].
+    pub fn layout(self, tokens: &Tokens, ranks: usize, layers: &[LayerWork]) -> Result<SequenceLayout> {
         match self {
-            Self::Contiguous => SequenceLayout::contiguous(len, ranks),
-            Self::HeadTail => SequenceLayout::head_tail(len, ranks),
+            Self::Contiguous => SequenceLayout::contiguous(tokens.len(), ranks),
+            Self::HeadTail => SequenceLayout::head_tail(tokens.len(), ranks),
+            Self::Balanced => SequenceLayout::balanced(tokens, ranks, layers),
         }
     }
 }
@@ -35,6 +40,7 @@ impl fmt::Display for LayoutKind {
         f.write_str(match self {
             Self::Contiguous => "contiguous",
             Self::HeadTail => "head-tail",
+            Self::Balanced => "balanced",
         })
     }
 }
@@ -44,7 +50,7 @@ impl FromStr for LayoutKind {
 
     fn from_str(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|kind| kind.to_string() == name).ok_or_else(|| {
-            let allowed = "the layouts are contiguous and head-tail";
+            let allowed = "the layouts are contiguous, head-tail and balanced";
             Error::argument("layout", format!("{name:?}"), allowed, "use head-tail unless ranks should own one piece")
         })
     }
@@ -91,6 +97,19 @@ impl SequenceLayout {
         let at = |i: usize| i * piece..(i + 1) * piece;
         let ranges = (0..ranks).map(|r| merge([at(r), at(2 * ranks - 1 - r)])).collect();
         Ok(Self { len, padded_len, ranges })
+    }
+
+    /// Equally many tokens per rank, in as few pieces as it takes to make the attention work of the ranks about equal in
+    /// every kind of layer: the largest work of each, summed, at most 1.05 times the mean, or as near to it as 128 pieces
+    /// per rank come. Pieces lie on the tile grid where they
+    /// are long enough. The row is padded at the end to a multiple of `ranks`. Made from metadata alone, the same on every
+    /// rank; `layers` are the kinds of layers of the model.
+    ///
+    /// # Errors
+    /// As [`SequenceLayout::contiguous`]; no layers, or weights that are not positive.
+    pub fn balanced(tokens: &Tokens, ranks: usize, layers: &[LayerWork]) -> Result<Self> {
+        check(tokens.len(), ranks)?;
+        Self::from_ranges(tokens.len(), balanced_ranges(tokens, ranks, layers)?)
     }
 
     /// Any partition: `ranges[rank]` in local order. Together they cover `0..padded` once, for some `padded >= len`;

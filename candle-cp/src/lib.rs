@@ -8,12 +8,13 @@
 //! ```
 //! use candle_core::{DType, Device, Tensor, Var};
 //! use candle_cp::comm::threads;
-//! use candle_cp::{CpContext, LayoutKind, MaskRule, Tokens};
+//! use candle_cp::{CpContext, MaskRule, SequenceLayout, Tokens};
 //!
 //! // Four ranks, as threads, share a row of 50 tokens; 4 query heads, 2 key heads.
 //! let lengths = threads::run(4, &threads::Options::default(), |comm| {
-//!     let layout = LayoutKind::HeadTail.layout(50, comm.size())?;
-//!     let context = CpContext::new(comm, layout, Tokens::single_document(1, 50))?;
+//!     let tokens = Tokens::single_document(1, 50);
+//!     let layout = SequenceLayout::head_tail(tokens.len(), comm.size())?;
+//!     let context = CpContext::new(comm, layout, tokens)?;
 //!     let x = Var::zeros((1, 50, 64), DType::F32, &Device::Cpu)?;
 //!     let local = context.shard(&x, 1)?; // [1, 14, 64]
 //!     let heads = |x: &Tensor, h: usize| x.reshape((1, (), h, 16))?.transpose(1, 2);
@@ -33,6 +34,7 @@
 //! ```
 
 mod attention;
+mod balance;
 pub mod comm;
 mod context;
 mod coordinates;
@@ -47,6 +49,7 @@ mod ring;
 mod shard;
 mod tokens;
 
+pub use balance::{LayerWork, live_work};
 pub use candle_cp_kernels::{Bounds, KEY_BLOCK, QUERY_BLOCK, TileCount};
 pub use comm::Communicator;
 pub use context::CpContext;

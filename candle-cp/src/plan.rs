@@ -70,22 +70,18 @@ impl AttentionPlan {
         }
         let mut rows: Vec<_> = (0..tokens.batch()).map(|row| tokens.bounds(row, rule)).collect();
         rows.iter_mut().for_each(|row| row.resize(layout.padded_len(), Bounds::default()));
-        let planner = Planner { layout, blocks: summarise(layout, &rows, trim), trim };
+        let planner = Planner::new(layout, &rows, rank, trim);
         let ranks = layout.ranks();
         let mut hops = Vec::new();
-        for distance in 1..ranks {
+        for distance in (1..ranks).filter(|&distance| planner.anyone_needs(distance)) {
             let (to, from) = ((rank + distance) % ranks, (rank + ranks - distance) % ranks);
             let send = planner.keys(to, rank);
-            let receive = planner.edge(from, planner.keys(rank, from), rank);
+            let receive = planner.edge(from, planner.keys(rank, from));
             let send = (!send.is_empty()).then_some((to, send));
             let receive = (!receive.keys.is_empty()).then_some((from, receive));
-            let needed = |q: usize| !planner.keys(q, (q + ranks - distance) % ranks).is_empty();
-            if (0..ranks).any(needed) {
-                hops.push(Hop { distance, send, receive });
-            }
+            hops.push(Hop { distance, send, receive });
         }
-        let all = 0..layout.local_len(rank);
-        let own = planner.edge(rank, if all.is_empty() { vec![] } else { vec![all] }, rank);
+        let own = planner.edge(rank, vec![0..layout.local_len(rank)]);
         let local = layout.global_indices(rank);
         let bounds = rows.iter().map(|row| local.iter().map(|&i| row[i]).collect()).collect();
         let pairs = |r: usize| -> usize {
@@ -146,7 +142,7 @@ impl AttentionPlan {
                 let reach = Reach::of(&bounds[queries.clone()]);
                 let runs = segments.iter().filter_map(|(keys, first)| {
                     let positions = *first as usize..*first as usize + keys.len();
-                    run(&reach, positions, keys.start)
+                    run(&reach, &positions, keys.start)
                 });
                 tiles.push(QueryTile { row: row as u32, queries: narrow(&queries), runs: runs.collect() });
             }
@@ -191,95 +187,144 @@ struct Block {
     reach: Reach,
 }
 
-/// The query blocks of every rank.
-fn summarise(layout: &SequenceLayout, rows: &[Vec<Bounds>], trim: Trim) -> Vec<Vec<Block>> {
-    let of_rank = |rank: usize| {
-        let mut out = Vec::new();
-        for (row, bounds) in rows.iter().enumerate() {
-            let mut local = 0;
-            for range in layout.ranges(rank) {
-                for global in blocks(range.clone(), QUERY_BLOCK) {
-                    let mut reach = Reach::of(&bounds[global.clone()]);
-                    if trim == Trim::Nothing {
-                        reach.any = 0..layout.padded_len();
-                    }
-                    let queries = local..local + global.len();
-                    local = queries.end;
-                    out.push(Block { row, queries, reach });
-                }
+/// The query blocks of a rank, by row and query.
+fn query_blocks(layout: &SequenceLayout, rows: &[Vec<Bounds>], rank: usize, trim: Trim) -> Vec<Block> {
+    let mut out = Vec::new();
+    for (row, bounds) in rows.iter().enumerate() {
+        let mut local = 0;
+        for global in layout.ranges(rank).iter().flat_map(|range| blocks(range.clone(), QUERY_BLOCK)) {
+            let mut reach = Reach::of(&bounds[global.clone()]);
+            if trim == Trim::Nothing {
+                reach.any = 0..layout.padded_len();
             }
+            let queries = local..local + global.len();
+            local = queries.end;
+            out.push(Block { row, queries, reach });
         }
-        out
-    };
-    (0..layout.ranks()).map(of_rank).collect()
+    }
+    out
+}
+
+/// What blocks see together: disjoint ranges in order.
+fn union(blocks: &[Block]) -> Vec<Range<usize>> {
+    let mut seen: Vec<_> = blocks.iter().map(|block| block.reach.any.clone()).filter(|any| !any.is_empty()).collect();
+    seen.sort_unstable_by_key(|range| range.start);
+    let mut out: Vec<Range<usize>> = Vec::new();
+    for range in seen {
+        match out.last_mut() {
+            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+            _ => out.push(range),
+        }
+    }
+    out
+}
+
+/// Of sorted, disjoint ranges, those that meet `with`.
+fn meeting<T>(sorted: &[T], with: &Range<usize>, range: impl Fn(&T) -> &Range<usize>) -> Range<usize> {
+    let first = sorted.partition_point(|x| range(x).end <= with.start);
+    let end = sorted.partition_point(|x| range(x).start < with.end);
+    first..end.max(first)
 }
 
 struct Planner<'a> {
     layout: &'a SequenceLayout,
-    blocks: Vec<Vec<Block>>,
-    trim: Trim,
+    /// Query blocks of the rank that plans.
+    blocks: Vec<Block>,
+    /// Positions that the queries of each rank see, from [`union`].
+    seen: Vec<Vec<Range<usize>>>,
 }
 
-impl Planner<'_> {
-    /// Local ranges of `key_rank`'s keys that `query_rank` needs: one per contiguous piece at most, rounded outwards to
-    /// the tile grid.
+impl<'a> Planner<'a> {
+    fn new(layout: &'a SequenceLayout, rows: &[Vec<Bounds>], rank: usize, trim: Trim) -> Self {
+        let blocks_of = |rank| query_blocks(layout, rows, rank, trim);
+        let blocks = blocks_of(rank);
+        let seen = |other| if other == rank { union(&blocks) } else { union(&blocks_of(other)) };
+        let seen = (0..layout.ranks()).map(seen).collect();
+        Self { layout, blocks, seen }
+    }
+
+    /// What `query_rank` sees and `piece` has a part of.
+    fn seen_in(&self, query_rank: usize, piece: &Range<usize>) -> &[Range<usize>] {
+        let seen = &self.seen[query_rank];
+        &seen[meeting(seen, piece, |range| range)]
+    }
+
+    /// Whether any rank needs keys of the rank `distance` behind it.
+    fn anyone_needs(&self, distance: usize) -> bool {
+        let ranks = self.layout.ranks();
+        (0..ranks).any(|query_rank| {
+            let pieces = self.layout.ranges((query_rank + ranks - distance) % ranks);
+            pieces.iter().any(|piece| !self.seen_in(query_rank, piece).is_empty())
+        })
+    }
+
+    /// Local ranges of `key_rank`'s keys that `query_rank` needs, in order, rounded outwards to the tile grid.
     fn keys(&self, query_rank: usize, key_rank: usize) -> Vec<Range<usize>> {
         let mut local = 0;
-        let mut needed = Vec::new();
+        let mut needed: Vec<Range<usize>> = Vec::new();
         for piece in self.layout.ranges(key_rank) {
-            let mut hull = NOTHING;
-            for block in &self.blocks[query_rank] {
-                let seen = intersect(&block.reach.any, piece);
-                if !seen.is_empty() {
-                    hull = hull.start.min(seen.start)..hull.end.max(seen.end);
+            for seen in self.seen_in(query_rank, piece) {
+                let on_grid = round_out(&intersect(seen, piece), piece);
+                let part = local + on_grid.start - piece.start..local + on_grid.end - piece.start;
+                match needed.last_mut() {
+                    Some(last) if part.start <= last.end => last.end = part.end,
+                    _ => needed.push(part),
                 }
-            }
-            if self.trim == Trim::Nothing && !self.blocks[query_rank].is_empty() {
-                hull = piece.clone();
-            }
-            if !hull.is_empty() {
-                let on_grid = round_out(&hull, piece);
-                needed.push(local + on_grid.start - piece.start..local + on_grid.end - piece.start);
             }
             local += piece.len();
         }
         needed
     }
 
-    /// Tiles of `query_rank` on the chunk made of `keys`, local ranges of `key_rank`.
-    fn edge(&self, key_rank: usize, keys: Vec<Range<usize>>, query_rank: usize) -> Edge {
-        let tiles = self.blocks[query_rank].iter().map(|block| {
-            let mut runs = Vec::new();
-            let mut local = 0;
-            for piece in self.layout.ranges(key_rank) {
-                // Where this piece's part of the chunk starts, and which of its keys are there.
-                let mut chunk = 0;
-                for part in &keys {
-                    let inside = intersect(part, &(local..local + piece.len()));
-                    if !inside.is_empty() {
-                        let positions = piece.start + inside.start - local..piece.start + inside.end - local;
-                        let offset = chunk + inside.start - part.start;
-                        runs.extend(run(&block.reach, positions, offset));
-                    }
-                    chunk += part.len();
-                }
-                local += piece.len();
+    /// Tiles of the planning rank on the chunk made of `keys`, local ranges of `key_rank`.
+    fn edge(&self, key_rank: usize, keys: Vec<Range<usize>>) -> Edge {
+        let segments = self.segments(key_rank, &keys);
+        let mut tiles = Vec::new();
+        for block in &self.blocks {
+            let met = &segments[meeting(&segments, &block.reach.any, |segment| &segment.0)];
+            let mut runs: Vec<_> =
+                met.iter().filter_map(|(positions, offset)| run(&block.reach, positions, *offset)).collect();
+            // In the order of the chunk, whatever the order of the pieces in the row.
+            runs.sort_unstable_by_key(|run| run.keys.start);
+            if !runs.is_empty() {
+                tiles.push(QueryTile { row: block.row as u32, queries: narrow(&block.queries), runs });
             }
-            QueryTile { row: block.row as u32, queries: narrow(&block.queries), runs }
-        });
-        let tiles = if keys.is_empty() { Vec::new() } else { tiles.collect() };
+        }
         Edge { keys, tiles }
+    }
+
+    /// The contiguous parts of the chunk made of `keys`, local ranges of `key_rank` in order: (positions, first chunk
+    /// index), by position.
+    fn segments(&self, key_rank: usize, keys: &[Range<usize>]) -> Vec<(Range<usize>, usize)> {
+        let mut out = Vec::new();
+        let (mut local, mut chunk, mut next) = (0, 0, 0);
+        for piece in self.layout.ranges(key_rank) {
+            let held = local..local + piece.len();
+            while next < keys.len() && keys[next].start < held.end {
+                let inside = intersect(&keys[next], &held);
+                let start = piece.start + inside.start - local;
+                out.push((start..start + inside.len(), chunk));
+                chunk += inside.len();
+                if keys[next].end > held.end {
+                    break;
+                }
+                next += 1;
+            }
+            local = held.end;
+        }
+        out.sort_unstable_by_key(|(positions, _)| positions.start);
+        out
     }
 }
 
 /// The keys at `positions` (chunk index `offset` on) that a block reaches, rounded to the tile grid. Chunks
 /// start on the grid.
-fn run(reach: &Reach, positions: Range<usize>, offset: usize) -> Option<KeyRun> {
-    let seen = intersect(&reach.any, &positions);
+fn run(reach: &Reach, positions: &Range<usize>, offset: usize) -> Option<KeyRun> {
+    let seen = intersect(&reach.any, positions);
     if seen.is_empty() {
         return None;
     }
-    let visited = round_out(&seen, &positions);
+    let visited = round_out(&seen, positions);
     let full = intersect(&reach.all, &visited);
     let index = |position: usize| (offset + position - positions.start) as u32;
     let full = if full.is_empty() { 0..0 } else { index(full.start)..index(full.end) };

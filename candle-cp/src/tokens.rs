@@ -5,12 +5,13 @@ use crate::mask::{MaskRule, TokenAt};
 use candle_cp_kernels::Bounds;
 use std::collections::BTreeSet;
 use std::ops::Range;
+use std::sync::Arc;
 
-/// Metadata of the full, unsharded batch, `[B][S]` each.
+/// Metadata of the full, unsharded batch, `[B][S]` each. A clone is cheap and shares it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tokens {
-    documents: Vec<Vec<i64>>,
-    groups: Vec<Vec<i64>>,
+    documents: Arc<[Vec<i64>]>,
+    groups: Arc<[Vec<i64>]>,
     len: usize,
 }
 
@@ -43,7 +44,7 @@ impl Tokens {
             check_contiguous("documents", row, d, |_| 0)?;
             check_contiguous("groups", row, g, |i| d[i])?;
         }
-        Ok(Self { documents, groups, len })
+        Ok(Self { documents: documents.into(), groups: groups.into(), len })
     }
 
     /// Rows of one document each, without groups or padding.
@@ -52,7 +53,7 @@ impl Tokens {
     /// If `batch` or `len` is 0.
     pub fn single_document(batch: usize, len: usize) -> Self {
         assert!(batch > 0 && len > 0, "a batch has rows and tokens");
-        Self { documents: vec![vec![0; len]; batch], groups: vec![vec![-1; len]; batch], len }
+        Self { documents: vec![vec![0; len]; batch].into(), groups: vec![vec![-1; len]; batch].into(), len }
     }
 
     /// Batch rows.

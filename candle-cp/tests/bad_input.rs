@@ -4,7 +4,8 @@ mod common;
 
 use candle_core::{DType, Device, Tensor};
 use candle_cp::{
-    AttentionPlan, CpContext, Error, LayoutKind, MaskRule, Result, SequenceLayout, Tokens, Trim, comm::Local,
+    AttentionPlan, CpContext, Error, LayerWork, LayoutKind, MaskRule, Result, SequenceLayout, Tokens, Trim,
+    comm::Local, live_work,
 };
 use std::sync::Arc;
 
@@ -96,14 +97,17 @@ fn a_layout_for_another_batch_or_group() {
 
 #[test]
 fn layouts_that_cannot_be() {
+    let text = |len: usize, ranks: usize| {
+        let fix = "pass the row's length and the ranks";
+        format!("layout is {len} tokens over {ranks} ranks, but both have to be at least 1; {fix}")
+    };
     for (len, ranks) in [(0, 2), (5, 0), (0, 0)] {
-        for kind in LayoutKind::ALL {
-            let text = format!(
-                "layout is {len} tokens over {ranks} ranks, but both have to be at least 1; \
-                 pass the row's length and the ranks"
-            );
-            assert_refused(kind.layout(len, ranks), "layout", &text);
-        }
+        assert_refused(SequenceLayout::contiguous(len, ranks), "layout", &text(len, ranks));
+        assert_refused(SequenceLayout::head_tail(len, ranks), "layout", &text(len, ranks));
+    }
+    let layers = [LayerWork { rule: MaskRule::causal(), weight: 1.0 }];
+    for kind in LayoutKind::ALL {
+        assert_refused(kind.layout(&Tokens::single_document(1, 5), 0, &layers), "layout", &text(5, 0));
     }
     let long = (1usize << 31) + 1;
     let text = format!("len is {long}, but a row has at most 2^31 tokens; split the row");
@@ -131,12 +135,38 @@ fn a_padded_length_beyond_the_kernels_positions() {
 }
 
 #[test]
+fn balance_without_layers_or_with_weights_that_weigh_nothing() {
+    let tokens = Tokens::single_document(1, 12);
+    let layout = SequenceLayout::contiguous(12, 2).unwrap();
+    let fix = "pass one entry per kind of layer, with layers times heads times head size as its weight";
+    let check = |weights: &[f64], text: &str| {
+        let layers: Vec<_> = weights.iter().map(|&weight| LayerWork { rule: MaskRule::causal(), weight }).collect();
+        let text = format!("layers is {text}; {fix}");
+        assert_refused(SequenceLayout::balanced(&tokens, 2, &layers), "layers", &text);
+        assert_refused(LayoutKind::Balanced.layout(&tokens, 2, &layers), "layers", &text);
+        assert_refused(live_work(&layout, &tokens, &layers), "layers", &text);
+    };
+    check(&[], "empty, but live work is that of at least one layer");
+    check(&[1.0, 0.0], "weight 0, but a weight is above 0");
+    check(&[-2.0], "weight -2, but a weight is above 0");
+    check(&[f64::NAN], "weight NaN, but a weight is above 0");
+    check(&[f64::INFINITY], "weight inf, but a weight is above 0");
+    let other = SequenceLayout::contiguous(13, 2).unwrap();
+    let layers = [LayerWork { rule: MaskRule::causal(), weight: 1.0 }];
+    assert_refused(
+        live_work(&other, &tokens, &layers),
+        "layout",
+        "layout is for 13 tokens, but the batch has 12 per row; make the layout for the batch",
+    );
+}
+
+#[test]
 fn an_unknown_layout_name() {
     let name = "zigzag".parse::<LayoutKind>();
     assert_refused(
         name,
         "layout",
-        "layout is \"zigzag\", but the layouts are contiguous and head-tail; \
+        "layout is \"zigzag\", but the layouts are contiguous, head-tail and balanced; \
          use head-tail unless ranks should own one piece",
     );
     for kind in LayoutKind::ALL {

@@ -4,7 +4,7 @@ mod common;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_cp::comm::threads;
-use candle_cp::{Communicator, CpContext, Error, LayoutKind, MaskRule, Result, Tokens};
+use candle_cp::{Communicator, CpContext, Error, MaskRule, Result, SequenceLayout, Tokens};
 use common::ring::{options, run_all};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -109,7 +109,7 @@ fn in_every_collective() {
 
 /// Bidirectional attention over 4 ranks: everyone needs everyone.
 fn attend(comm: &Arc<dyn Communicator>, head_dim: usize, dtype: DType) -> Result<(Var, Tensor)> {
-    let layout = LayoutKind::Contiguous.layout(12, RANKS)?;
+    let layout = SequenceLayout::contiguous(12, RANKS)?;
     let context = CpContext::new(comm.clone(), layout, Tokens::single_document(1, 12))?;
     let x = Var::ones((1, 2, 3, head_dim), dtype, &Device::Cpu)?;
     let out = context.attend(&x, &x, &x, &MaskRule::bidirectional(), 1.0)?;

@@ -22,7 +22,7 @@ fn owners(len: usize, tokens: &Range<usize>) -> usize {
 
 fn distances(case: &Case, kind: LayoutKind, ranks: usize) -> Vec<usize> {
     let all = threads::run(ranks, &options(), |comm| {
-        let context = CpContext::new(comm, kind.layout(case.len(), ranks)?, tokens(case))?;
+        let context = CpContext::new(comm, kind.layout(&tokens(case), ranks, &[])?, tokens(case))?;
         Ok::<_, candle_cp::Error>(context.plan(&mask_rule(&case.rule))?.distances().to_vec())
     });
     let mut all = all.unwrap();

@@ -139,6 +139,23 @@ fn sliding_layers_send_only_the_window() {
     assert_eq!(plan(&contiguous, &tokens, Rule::sliding(window), 3, Trim::Live).distances(), [1]);
 }
 
+#[test]
+fn a_sliding_layer_of_long_slices_sends_its_window_to_the_next_rank_only() {
+    let (local, ranks, window) = (8192, 4, 1024);
+    let tokens = Tokens::single_document(1, local * ranks);
+    let layout = SequenceLayout::contiguous(local * ranks, ranks).unwrap();
+    for rule in [Rule::sliding(window), Rule::sliding(window).with_groups()] {
+        for rank in 0..ranks {
+            let plan = plan(&layout, &tokens, rule, rank, Trim::Live);
+            let sends: Vec<_> = plan.hops().iter().filter_map(|hop| hop.send.clone()).collect();
+            // At most the window and a tile; here the window ends on the tile grid.
+            let expected = vec![(rank + 1, vec![local - window..local])];
+            assert_eq!(sends, if rank + 1 < ranks { expected } else { vec![] }, "rank {rank}");
+            assert!(plan.keys_received() <= window + KEY_BLOCK);
+        }
+    }
+}
+
 fn pieces(range: &Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> {
     let range = range.clone();
     range.clone().step_by(size).map(move |start| start..(start + size).min(range.end))
@@ -164,6 +181,19 @@ fn count_tiles(case: &Case, layout: &SequenceLayout, rank: usize) -> (usize, usi
     (full, partial, pairs)
 }
 
+/// Keys of `key_rank` in tiles of which `query_rank` sees a key in some row, by looking at every pair.
+fn count_keys(case: &Case, layout: &SequenceLayout, query_rank: usize, key_rank: usize) -> usize {
+    let queries = layout.global_indices(query_rank);
+    let seen = |k: usize| {
+        case.documents.iter().zip(&case.groups).any(|(ids, groups)| {
+            let inside = |q: usize| q < ids.len() && k < ids.len();
+            queries.iter().any(|&q| inside(q) && allowed(&case.rule, ids, groups, q, k))
+        })
+    };
+    let tiles = layout.ranges(key_rank).iter().flat_map(|range| pieces(range, KEY_BLOCK));
+    tiles.filter(|tile| tile.clone().any(seen)).map(|tile| tile.len()).sum()
+}
+
 fn check_tiles(case: &Case, layout: &SequenceLayout) -> std::result::Result<(), TestCaseError> {
     for rank in 0..layout.ranks() {
         let plan = plan(layout, &tokens(case), case.rule, rank, Trim::Live);
@@ -171,6 +201,9 @@ fn check_tiles(case: &Case, layout: &SequenceLayout) -> std::result::Result<(), 
         prop_assert_eq!((plan.tiles().full, plan.tiles().partial), (full, partial), "rank {}", rank);
         prop_assert_eq!(plan.tiles().live(), full + partial);
         prop_assert_eq!(plan.live_pairs()[rank], pairs, "pairs of rank {}", rank);
+        let others = (0..layout.ranks()).filter(|&other| other != rank);
+        let keys: usize = others.map(|other| count_keys(case, layout, rank, other)).sum();
+        prop_assert_eq!(plan.keys_received(), keys, "keys that rank {} receives", rank);
     }
     Ok(())
 }
@@ -181,7 +214,7 @@ proptest! {
     /// The queries of a block see one interval, up to rows of padding between documents; those are shorter than a tile
     /// of keys and never end one, so that the intervals find exactly the tiles that have an allowed pair.
     #[test]
-    fn visited_tiles_are_those_with_an_allowed_pair(case in draw::long_case(), layout in draw::layout(300)) {
+    fn what_is_visited_and_sent_are_the_tiles_with_an_allowed_pair(case in draw::long_case(), layout in draw::layout(300)) {
         check_tiles(&case, &layout.layout(case.len()))?;
     }
 }

@@ -160,7 +160,7 @@ fn count(most: usize) -> String {
 }
 
 fn layouts() -> String {
-    LayoutKind::ALL.map(|kind| kind.to_string()).join(" or ")
+    LayoutKind::ALL.map(|kind| kind.to_string()).join(", ")
 }
 
 fn parse<T: FromStr>(flag: &'static str, value: &str, allowed: &str) -> Result<T> {
@@ -218,7 +218,7 @@ mod tests {
             ("--cp", "-1", ["\"-1\"", "from 1 to 64", "--cp 2"]),
             ("--cp", "0", ["\"0\"", "from 1 to 64", "2 is a good start"]),
             ("--cp", "65", ["\"65\"", "from 1 to 64", "2 is a good start"]),
-            ("--layout", "zigzag", ["\"zigzag\"", "contiguous or head-tail", "--layout head-tail"]),
+            ("--layout", "zigzag", ["\"zigzag\"", "contiguous, head-tail, balanced", "--layout head-tail"]),
             ("--steps", "0", ["\"0\"", "at least 1", "20 steps"]),
             ("--steps", "1.5", ["\"1.5\"", "at least 1", "--steps 100"]),
             ("--seed", "-3", ["\"-3\"", "18446744073709551615", "--seed 0"]),

@@ -87,8 +87,9 @@ impl<'a> Trainer<'a> {
     /// # Errors
     /// The layout cannot be made for the batch.
     pub fn context(&self, batch: &Batch) -> Result<CpContext> {
-        let layout = self.config.layout.layout(batch.seq_len(), self.comm.size())?;
-        Ok(CpContext::new(self.comm.clone(), layout, batch.tokens()?)?)
+        let (tokens, layers) = (batch.tokens()?, self.job.model.text.layer_work());
+        let layout = self.config.layout.layout(&tokens, self.comm.size(), &layers)?;
+        Ok(CpContext::new(self.comm.clone(), layout, tokens)?)
     }
 
     /// Loss and gradients of a batch; nothing changes.

@@ -2,6 +2,7 @@
 
 mod support;
 
+use candle_cp::{LayerWork, MaskRule};
 use candle_gemma4::{Config, Error, LayerKind, RopeKind, vision_groups};
 use support::{checkpoint, config_text, edited, edited_config, fixture};
 
@@ -35,6 +36,17 @@ fn every_setting_is_read() {
     assert_eq!((vision.rope_theta, vision.standardize, vision.patch_len()), (100.0, true, 48));
     assert_eq!((config.image_token_id, config.boi_token_id, config.eoi_token_id), (19, 17, 21));
     assert_eq!(config.to_json(), config_text());
+}
+
+#[test]
+fn work_of_the_layers() {
+    let text = Config::from_folder(&checkpoint()).unwrap().text;
+    // Four sliding layers and two full ones, 4 query heads each.
+    let sliding = LayerWork { rule: MaskRule::sliding(16).with_groups(), weight: 4.0 * 4.0 * 16.0 };
+    assert_eq!(text.layer_work(), [sliding, LayerWork { rule: MaskRule::causal(), weight: 2.0 * 4.0 * 32.0 }]);
+    let mut full = text.clone();
+    full.layers.retain(|layer| layer.kind == LayerKind::Full);
+    assert_eq!(full.layer_work().len(), 1);
 }
 
 #[test]

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Tensor, Var};
 use candle_cp::comm::threads;
-use candle_cp::{Communicator, Coordinates, CpContext, LayoutKind, MaskRule, Tokens, attend_with_coordinates};
+use candle_cp::{
+    Communicator, Coordinates, CpContext, LayerWork, LayoutKind, MaskRule, Tokens, attend_with_coordinates,
+};
 use serde::Deserialize;
 
 use crate::case::{Tensors, integer_rows, read_tensors};
@@ -114,7 +116,7 @@ impl AttentionCase {
             Route::Ranks => {
                 let tokens = self.tokens()?;
                 let run = |comm: Arc<dyn Communicator>| -> Result<Tensors> {
-                    let layout = layout.layout(tokens.len(), comm.size())?;
+                    let layout = layout.layout(&tokens, comm.size(), &[LayerWork { rule: self.rule, weight: 1.0 }])?;
                     self.run_rank(&leaves, &CpContext::new(comm, layout, tokens.clone())?)
                 };
                 let ranks = threads::run(ranks, &threads::Options::default(), run)?;

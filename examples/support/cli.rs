@@ -33,7 +33,7 @@ pub struct Arguments {
     /// Ranks that share the sequence
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub cp: u16,
-    /// How the sequence is divided: contiguous or head-tail
+    /// How the sequence is divided: contiguous, head-tail or balanced
     #[arg(long, default_value_t = LayoutKind::Contiguous)]
     pub layout: LayoutKind,
     /// Gradients of the mean loss to compare with, by parameter name

@@ -156,7 +156,8 @@ struct RankRun<'a> {
 
 impl RankRun<'_> {
     fn run(&self, comm: Arc<dyn Communicator>) -> Result<RankResult> {
-        let layout = self.settings.layout.layout(self.batch.tokens.len(), comm.size())?;
+        let layout =
+            self.settings.layout.layout(&self.batch.tokens, comm.size(), &self.checkpoint.config.text.layer_work())?;
         let context = CpContext::new(comm, layout, self.batch.tokens.clone())?;
         let model = Model::new(&self.checkpoint.config, &self.checkpoint.weights)?;
 

@@ -1,7 +1,7 @@
 //! Random cases and layouts for proptest, built from plain numbers so that they shrink to something readable.
 
 use super::case::{Case, Rule};
-use super::ring::Strides;
+use super::ring::{Strides, named_layout};
 use candle_cp::{LayoutKind, SequenceLayout};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed};
@@ -30,7 +30,7 @@ pub struct LayoutDraw {
 impl LayoutDraw {
     pub fn layout(&self, len: usize) -> SequenceLayout {
         if let Some(kind) = LayoutKind::ALL.get(self.kind) {
-            return kind.layout(len, self.ranks).expect("a layout");
+            return named_layout(*kind, len, self.ranks);
         }
         let total = len + self.pad;
         let mut ranges = vec![Vec::new(); self.ranks];
@@ -51,7 +51,7 @@ impl LayoutDraw {
 prop_compose! {
     pub fn layout(max_piece: usize)(
         ranks in prop::sample::select(vec![1, 2, 3, 4, 8]),
-        kind in 0usize..4,
+        kind in 0usize..6,
         pieces in prop::collection::vec((1..=max_piece, 0usize..24, any::<bool>()), 1..12),
         pad in 0usize..6,
     ) -> LayoutDraw {

@@ -4,7 +4,7 @@ use super::case::{Case, Data, Rule};
 use super::dense::Outcome;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_cp::comm::threads;
-use candle_cp::{CpContext, Error, LayoutKind, MaskRule, Result, SequenceLayout, Tokens, Trim};
+use candle_cp::{CpContext, Error, LayerWork, LayoutKind, MaskRule, Result, SequenceLayout, Tokens, Trim};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
@@ -55,9 +55,18 @@ pub fn tokens(case: &Case) -> Tokens {
     Tokens::new(case.documents.clone(), case.groups.clone()).expect("metadata of the case")
 }
 
-/// Contiguous, head-tail and two random partitions of `len` tokens.
+/// A layout by name. The balanced one is made for documents of 1, 2, 4, ... tokens, so that ranks own several pieces.
+pub fn named_layout(kind: LayoutKind, len: usize, ranks: usize) -> SequenceLayout {
+    let ids = (0..len).map(|i| i64::from((i + 1).ilog2())).collect();
+    let tokens = Tokens::new(vec![ids], vec![vec![-1; len]]).expect("documents");
+    let causal = LayerWork { rule: MaskRule::causal(), weight: 1.0 };
+    let sliding = LayerWork { rule: MaskRule::sliding(len.div_ceil(9)), weight: 3.0 };
+    kind.layout(&tokens, ranks, &[sliding, causal]).expect("a layout")
+}
+
+/// The layouts with a name and two random partitions of `len` tokens.
 pub fn layouts(len: usize, ranks: usize) -> Vec<(String, SequenceLayout)> {
-    let named = LayoutKind::ALL.into_iter().map(|kind| (kind.to_string(), kind.layout(len, ranks).expect("a layout")));
+    let named = LayoutKind::ALL.into_iter().map(|kind| (kind.to_string(), named_layout(kind, len, ranks)));
     let random = (0..2).map(|seed| (format!("random {seed}"), random_layout(len, ranks, seed)));
     named.chain(random).collect()
 }

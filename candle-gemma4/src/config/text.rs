@@ -3,7 +3,7 @@
 use super::fields::Fields;
 use super::rope::RopeConfig;
 use crate::error::{Error, Result};
-use candle_cp::MaskRule;
+use candle_cp::{LayerWork, MaskRule};
 
 /// Kind of attention of a decoder layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -139,6 +139,16 @@ impl TextConfig {
             LayerKind::Sliding if self.bidirectional_images => MaskRule::sliding(self.sliding_window).with_groups(),
             LayerKind::Sliding => MaskRule::sliding(self.sliding_window),
         }
+    }
+
+    /// What attention costs per allowed pair, by layer type: what [`candle_cp::SequenceLayout::balanced`] evens out.
+    pub fn layer_work(&self) -> Vec<LayerWork> {
+        let of_kind = |kind: LayerKind| {
+            let widths = self.layers.iter().filter(|layer| layer.kind == kind).map(|layer| layer.head_dim);
+            let weight = (widths.sum::<usize>() * self.num_attention_heads) as f64;
+            LayerWork { rule: self.mask_rule(kind), weight }
+        };
+        [LayerKind::Sliding, LayerKind::Full].map(of_kind).into_iter().filter(|layers| layers.weight > 0.0).collect()
     }
 
     /// Rotary settings of a layer type that the model has.
