@@ -33,15 +33,16 @@ impl Decoder {
         let text = &config.text;
         let mut layers = Vec::with_capacity(text.layers.len());
         for (index, layer) in text.layers.iter().enumerate() {
-            let shape = LayerShape::text(index, text, layer, text.mask_rule(layer.kind));
-            let scalar = weights.get(&format!("{}.layer_scalar", names::text_layer(index)), &[1])?;
+            let prefix = names::text_layer(config, index);
+            let shape = LayerShape::text(prefix.clone(), text, layer, text.mask_rule(layer.kind));
+            let scalar = weights.get(&format!("{prefix}.layer_scalar"), &[1])?;
             layers.push(DecoderLayer {
                 layer: Layer::new(&shape, weights)?,
                 kind: layer.kind,
                 scalar: scalar.to_dtype(candle_core::DType::F64)?.to_vec1::<f64>()?[0],
             });
         }
-        let weight = weights.get(names::FINAL_NORM, &[text.hidden_size])?;
+        let weight = weights.get(&names::final_norm(config), &[text.hidden_size])?;
         let final_norm = RmsNorm { weight: Some(weight), eps: text.rms_norm_eps };
         Ok(Self { layers, final_norm, text: text.clone() })
     }

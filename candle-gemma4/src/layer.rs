@@ -41,9 +41,9 @@ pub(crate) struct LayerShape {
 }
 
 impl LayerShape {
-    pub(crate) fn text(index: usize, text: &TextConfig, layer: &LayerConfig, rule: MaskRule) -> Self {
+    pub(crate) fn text(prefix: String, text: &TextConfig, layer: &LayerConfig, rule: MaskRule) -> Self {
         Self {
-            prefix: names::text_layer(index),
+            prefix,
             suffix: "weight",
             hidden: text.hidden_size,
             mlp_width: text.intermediate_size,

@@ -47,7 +47,8 @@ mod vision;
 mod weights;
 
 pub use config::{
-    CONFIG_FILE, Config, LayerConfig, LayerKind, RopeConfig, RopeKind, TextConfig, VisionConfig, vision_groups,
+    Architecture, CONFIG_FILE, Config, LayerConfig, LayerKind, RopeConfig, RopeKind, TextConfig, VisionConfig,
+    vision_groups,
 };
 pub use error::{Error, Result};
 pub use model::{Inputs, Model};
