@@ -8,7 +8,7 @@
 //! all layers; `balance` is the largest over the mean.
 //!
 //! `cargo run --release -p candle-finetune --example bench_step -- FOLDER [--steps N] [--threads N] [--ranks N]
-//! [--layout head-tail|contiguous]`
+//! [--layout head-tail|contiguous] [--recompute]`
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_cp::comm::threads;
 use candle_cp::{Communicator, CpContext, LayoutKind, Tokens, prepare_process};
 use candle_finetune::{AdamW, AdamWConfig, Gradients};
-use candle_gemma4::{Config, Inputs, Model, Weights};
+use candle_gemma4::{Config, Inputs, Model, Recompute, Weights};
 use serde_json::{Value, json};
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -37,6 +37,7 @@ struct Options {
     threads: usize,
     ranks: usize,
     layout: LayoutKind,
+    recompute: bool,
 }
 
 impl Options {
@@ -46,7 +47,7 @@ impl Options {
         let folder =
             folder.ok_or("usage: bench_step FOLDER [flags]; FOLDER holds config.json and batch.safetensors")?;
         let layout = LayoutKind::HeadTail;
-        let mut options = Self { folder: folder.into(), steps: 3, threads: 2, ranks: 1, layout };
+        let mut options = Self { folder: folder.into(), steps: 3, threads: 2, ranks: 1, layout, recompute: false };
         while let Some(flag) = args.next() {
             let mut value = || args.next().ok_or(format!("{flag} needs a value"));
             match flag.as_str() {
@@ -54,6 +55,7 @@ impl Options {
                 "--threads" => options.threads = value()?.parse()?,
                 "--ranks" => options.ranks = value()?.parse()?,
                 "--layout" => options.layout = value()?.parse()?,
+                "--recompute" => options.recompute = true,
                 other => return Err(format!("unknown flag {other}; see the top of benchmarks/step.rs").into()),
             }
         }
@@ -97,6 +99,7 @@ impl Row {
 struct Rank {
     comm: Arc<dyn Communicator>,
     layout: LayoutKind,
+    recompute: bool,
     weights: Weights,
     model: Model,
     optimizer: AdamW,
@@ -121,17 +124,18 @@ impl Rank {
         let embeds_bsh = self.model.embed(&Inputs::text(row.input_ids_bs.clone()), &mut ())?;
         let local_bsh = context.shard(&embeds_bsh, 1)?;
         mark(&mut marks);
-        let hidden_bsh = self.model.decode(&local_bsh, &context, &mut ())?;
+        let recompute = if self.recompute { Recompute::on() } else { Recompute::off() };
+        let hidden_bsh = self.model.decode_with(&local_bsh, &context, &recompute, &mut ())?;
         mark(&mut marks);
         let labels = context.shard_labels(&row.input_ids_bs)?;
         let loss = self.model.loss(&hidden_bsh, &labels)?;
         mark(&mut marks);
-        let local = Gradients::collect(&loss.backward()?, self.weights.variables())?;
-        let loss = loss.detach().to_dtype(DType::F64)?;
-        drop((embeds_bsh, local_bsh, hidden_bsh)); // the graph
+        let local = Gradients::collect(&recompute.backward(&loss)?, self.weights.variables())?;
+        let local_loss = loss.detach().to_dtype(DType::F64)?;
+        drop((embeds_bsh, local_bsh, hidden_bsh, loss)); // the graph
         mark(&mut marks);
         let gradients = local.sum_over_ranks(self.comm.as_ref())?;
-        let loss = self.comm.all_reduce_sum(&loss)?.to_scalar::<f64>()?;
+        let loss = self.comm.all_reduce_sum(&local_loss)?.to_scalar::<f64>()?;
         mark(&mut marks);
         self.optimizer.step(&gradients, RATE)?;
         self.comm.barrier()?;
@@ -178,7 +182,7 @@ fn run(options: &Options) -> Result<Value> {
         let weights = Weights::load(&options.folder, &config, DType::F32, &Device::Cpu)?;
         let model = Model::new(&config, &weights)?;
         let optimizer = AdamW::new(weights.variables(), OPTIMIZER)?;
-        let mut rank = Rank { comm, layout: options.layout, weights, model, optimizer };
+        let mut rank = Rank { comm, layout: options.layout, recompute: options.recompute, weights, model, optimizer };
         let steps = (0..=options.steps).map(|_| rank.step(&row)).collect::<Result<Vec<_>>>()?;
         let parameters: usize = rank.weights.variables().values().map(|var| var.elem_count()).sum();
         let work = live_work(&config, &context(&rank.comm, options.layout, &row)?)?;
@@ -198,6 +202,7 @@ fn run(options: &Options) -> Result<Value> {
         "threads": options.threads,
         "ranks": options.ranks,
         "layout": options.layout.to_string(),
+        "recompute": options.recompute,
         "tokens_per_s": rounded(row.token_count() as f64 / best.seconds, 1),
         "step_s": rounded(best.seconds, 3),
         "labels": "inside documents",

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::layer::{Layer, LayerShape};
 use crate::names;
 use crate::norm::RmsNorm;
+use crate::recompute::Recompute;
 use crate::rope::Rope;
 use crate::tap::{Tap, record_numbered};
 use crate::weights::Weights;
@@ -18,6 +19,16 @@ struct DecoderLayer {
     kind: LayerKind,
     /// A constant that multiplies the whole residual stream after the layer.
     scalar: f64,
+}
+
+impl DecoderLayer {
+    fn forward(&self, x_bsh: &Tensor, rope: &Rope, context: &CpContext) -> Result<Tensor> {
+        let x_bsh = self.layer.forward(x_bsh, rope, context)?;
+        match self.scalar {
+            1.0 => Ok(x_bsh),
+            scalar => Ok((x_bsh * scalar)?),
+        }
+    }
 }
 
 /// All decoder layers and the final norm.
@@ -48,22 +59,26 @@ impl Decoder {
     }
 
     /// `[batch, local tokens, hidden]` to the same shape, after the final norm.
-    pub(crate) fn forward(&self, local_bsh: &Tensor, context: &CpContext, tap: &mut dyn Tap) -> Result<Tensor> {
+    pub(crate) fn forward(
+        &self,
+        local_bsh: &Tensor,
+        context: &CpContext,
+        recompute: &Recompute,
+        tap: &mut dyn Tap,
+    ) -> Result<Tensor> {
         self.check_input(local_bsh, context)?;
         let positions_bs = context.positions(local_bsh.device())?;
         let sliding = self.rope(LayerKind::Sliding, &positions_bs, local_bsh, tap)?;
         let full = self.rope(LayerKind::Full, &positions_bs, local_bsh, tap)?;
         let mut x_bsh = local_bsh.clone();
-        for (index, DecoderLayer { layer, kind, scalar }) in self.layers.iter().enumerate() {
-            let rope = match kind {
+        for (index, layer) in self.layers.iter().enumerate() {
+            let rope = match layer.kind {
                 LayerKind::Sliding => sliding.as_ref(),
                 LayerKind::Full => full.as_ref(),
             };
             let rope = rope.expect("every layer type in use has rotary settings");
-            x_bsh = layer.forward(&x_bsh, rope, context)?;
-            if *scalar != 1.0 {
-                x_bsh = (x_bsh * *scalar)?;
-            }
+            let (layer, rope, context) = (layer.clone(), rope.clone(), context.clone());
+            x_bsh = recompute.run([&x_bsh], move |[x_bsh]| layer.forward(x_bsh, &rope, &context))?;
             record_numbered(tap, "mid.hidden_states", index, &x_bsh)?;
         }
         let hidden_bsh = self.final_norm.forward(&x_bsh)?;

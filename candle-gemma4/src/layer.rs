@@ -127,7 +127,9 @@ impl Layer {
 
     /// `[batch, local tokens, width]` to the same shape.
     pub(crate) fn forward(&self, x_bsw: &Tensor, rope: &Rope, context: &CpContext) -> Result<Tensor> {
-        let attended = self.attention.forward(&self.input_norm.forward(x_bsw)?, rope, context)?;
+        let normed = self.input_norm.forward(x_bsw)?;
+        let (key, value) = self.attention.keys_values(&normed, rope)?;
+        let attended = self.attention.forward(&normed, (&key, &value), rope, context)?;
         let x_bsw = (x_bsw + self.post_attention_norm.forward(&attended)?)?;
         let changed = self.mlp.forward(&self.pre_mlp_norm.forward(&x_bsw)?)?;
         Ok((&x_bsw + self.post_mlp_norm.forward(&changed)?)?)

@@ -41,6 +41,7 @@ mod names;
 mod norm;
 mod patches;
 mod random;
+mod recompute;
 mod rope;
 mod tap;
 mod vision;
@@ -53,5 +54,6 @@ pub use config::{
 pub use error::{Error, Result};
 pub use model::{Inputs, Model};
 pub use names::{Role, TensorSpec, tensors};
+pub use recompute::Recompute;
 pub use tap::Tap;
 pub use weights::{Mismatch, Weights, WrongShape};
