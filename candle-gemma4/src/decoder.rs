@@ -22,12 +22,15 @@ struct DecoderLayer {
 }
 
 impl DecoderLayer {
-    fn forward(&self, x_bsh: &Tensor, rope: &Rope, context: &CpContext) -> Result<Tensor> {
-        let x_bsh = self.layer.forward(x_bsh, rope, context)?;
-        match self.scalar {
-            1.0 => Ok(x_bsh),
-            scalar => Ok((x_bsh * scalar)?),
-        }
+    /// Its halves are recomputed one at a time: what happens inside of one is all that backward has to hold.
+    fn forward(&self, x_bsh: &Tensor, rope: &Rope, context: &CpContext, recompute: &Recompute) -> Result<Tensor> {
+        let (layer, rope, context) = (self.layer.clone(), rope.clone(), context.clone());
+        let x_bsh = recompute.run([x_bsh], move |[x_bsh]| layer.attend(x_bsh, &rope, &context))?;
+        let (layer, scalar) = (self.layer.clone(), self.scalar);
+        recompute.run([&x_bsh], move |[x_bsh]| match scalar {
+            1.0 => layer.transform(x_bsh),
+            scalar => Ok((layer.transform(x_bsh)? * scalar)?),
+        })
     }
 }
 
@@ -77,8 +80,7 @@ impl Decoder {
                 LayerKind::Full => full.as_ref(),
             };
             let rope = rope.expect("every layer type in use has rotary settings");
-            let (layer, rope, context) = (layer.clone(), rope.clone(), context.clone());
-            x_bsh = recompute.run([&x_bsh], move |[x_bsh]| layer.forward(x_bsh, &rope, &context))?;
+            x_bsh = layer.forward(&x_bsh, rope, context, recompute)?;
             record_numbered(tap, "mid.hidden_states", index, &x_bsh)?;
         }
         let hidden_bsh = self.final_norm.forward(&x_bsh)?;

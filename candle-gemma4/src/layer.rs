@@ -127,11 +127,20 @@ impl Layer {
 
     /// `[batch, local tokens, width]` to the same shape.
     pub(crate) fn forward(&self, x_bsw: &Tensor, rope: &Rope, context: &CpContext) -> Result<Tensor> {
+        self.transform(&self.attend(x_bsw, rope, context)?)
+    }
+
+    /// The first half: attention, added to its input.
+    pub(crate) fn attend(&self, x_bsw: &Tensor, rope: &Rope, context: &CpContext) -> Result<Tensor> {
         let normed = self.input_norm.forward(x_bsw)?;
         let (key, value) = self.attention.keys_values(&normed, rope)?;
         let attended = self.attention.forward(&normed, (&key, &value), rope, context)?;
-        let x_bsw = (x_bsw + self.post_attention_norm.forward(&attended)?)?;
-        let changed = self.mlp.forward(&self.pre_mlp_norm.forward(&x_bsw)?)?;
-        Ok((&x_bsw + self.post_mlp_norm.forward(&changed)?)?)
+        Ok((x_bsw + self.post_attention_norm.forward(&attended)?)?)
+    }
+
+    /// The second half: the MLP, added to its input.
+    pub(crate) fn transform(&self, x_bsw: &Tensor) -> Result<Tensor> {
+        let changed = self.mlp.forward(&self.pre_mlp_norm.forward(x_bsw)?)?;
+        Ok((x_bsw + self.post_mlp_norm.forward(&changed)?)?)
     }
 }
