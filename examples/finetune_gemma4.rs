@@ -44,6 +44,9 @@ struct Flags {
     /// Tokens of a row [default: 256]
     #[arg(long, value_name = "N", allow_hyphen_values = true)]
     seq_len: Option<String>,
+    /// Run decoder layers again in backward instead of keeping what happened inside: less memory, more time
+    #[arg(long)]
+    recompute: bool,
 }
 
 fn main() -> ExitCode {
@@ -74,6 +77,7 @@ fn finetune(flags: Flags) -> Result<Summary, Error> {
         ("--lr", flags.lr),
         ("--batch-rows", flags.batch_rows),
         ("--seq-len", flags.seq_len),
+        ("--recompute", flags.recompute.then(|| "true".to_string())),
     ] {
         if let Some(value) = value {
             config.set(flag, &value)?;

@@ -40,6 +40,16 @@ fn twenty_steps_are_the_same_on_one_two_and_four_ranks() {
 }
 
 #[test]
+fn recomputation_changes_nothing() {
+    let curve = |recompute| {
+        let config = Config { cp: 3, recompute, ..short(4) };
+        let reports = train(&Job::prepare(&config).unwrap(), &config, &|_, _| Ok(())).unwrap().reports;
+        reports.iter().map(|report| (report.loss, report.grad_norm)).collect::<Vec<_>>()
+    };
+    assert_eq!(curve(true), curve(false));
+}
+
+#[test]
 fn every_parameter_gets_a_gradient_and_moves() {
     let config = Config { steps: 1, held_out_rounds: 0, cp: 1, ..Config::default() };
     let job = Job::prepare(&config).unwrap();

@@ -37,6 +37,9 @@ pub struct Config {
     pub batch_rows: usize,
     /// `--seq-len`: tokens of a row.
     pub seq_len: usize,
+    /// `--recompute`: decoder layers run again in backward instead of keeping what happened inside of them. The same
+    /// gradients in less memory, for the time of one more forward pass.
+    pub recompute: bool,
     /// Betas, eps and weight decay.
     pub optimizer: AdamWConfig,
     /// Largest norm of the gradients; longer ones are scaled down.
@@ -60,6 +63,7 @@ impl Default for Config {
             lr: None,
             batch_rows: 2,
             seq_len: 256,
+            recompute: false,
             optimizer: AdamWConfig::default(),
             max_grad_norm: 1.0,
             rate_floor: 0.05,
@@ -70,8 +74,19 @@ impl Default for Config {
 
 impl Config {
     /// The flags that [`Config::set`] knows.
-    pub const FLAGS: [&str; 10] =
-        ["--cp", "--layout", "--steps", "--seed", "--model", "--data", "--out", "--lr", "--batch-rows", "--seq-len"];
+    pub const FLAGS: [&str; 11] = [
+        "--cp",
+        "--layout",
+        "--steps",
+        "--seed",
+        "--model",
+        "--data",
+        "--out",
+        "--lr",
+        "--batch-rows",
+        "--seq-len",
+        "--recompute",
+    ];
     /// Learning rate of fresh weights, unless `--lr` is given.
     pub const DEFAULT_RATE_FRESH: f64 = 2e-3;
     /// Learning rate of a checkpoint, unless `--lr` is given.
@@ -93,6 +108,7 @@ impl Config {
             "--lr" => self.lr = Some(parse("--lr", value, RATES)?),
             "--batch-rows" => self.batch_rows = parse("--batch-rows", value, "a whole number of at least 1")?,
             "--seq-len" => self.seq_len = parse("--seq-len", value, &count(MAX_SEQ_LEN))?,
+            "--recompute" => self.recompute = parse("--recompute", value, "true or false")?,
             other => {
                 return Err(Error::UnknownFlag { flag: other.to_string(), known: Self::FLAGS.join(", ") });
             }
@@ -171,6 +187,7 @@ fn parse<T: FromStr>(flag: &'static str, value: &str, allowed: &str) -> Result<T
         "--seed" => "--seed 0",
         "--lr" => "--lr 1e-4",
         "--batch-rows" => "--batch-rows 2",
+        "--recompute" => "--recompute true",
         _ => "--seq-len 256",
     };
     value.trim().parse().map_err(|_| Error::flag(flag, value, allowed, format!("write for example {example}")))
@@ -190,7 +207,7 @@ mod tests {
     #[test]
     fn every_flag_is_set() -> Result<()> {
         let mut config = Config::default();
-        let values = ["3", "contiguous", "7", "9", "m", "d.jsonl", "o", "2e-4", "5", "96"];
+        let values = ["3", "contiguous", "7", "9", "m", "d.jsonl", "o", "2e-4", "5", "96", "true"];
         for (flag, value) in Config::FLAGS.iter().zip(values) {
             config.set(flag, value)?;
         }
@@ -205,6 +222,7 @@ mod tests {
             lr: Some(2e-4),
             batch_rows: 5,
             seq_len: 96,
+            recompute: true,
             ..Config::default()
         };
         assert_eq!(config, expected);
@@ -227,6 +245,7 @@ mod tests {
             ("--lr", "NaN", ["\"NaN\"", "above 0 and below 1", "try 2e-3"]),
             ("--batch-rows", "0", ["\"0\"", "at least 1", "2 rows"]),
             ("--seq-len", "0", ["\"0\"", "from 1 to 16777216", "longest document"]),
+            ("--recompute", "maybe", ["\"maybe\"", "true or false", "--recompute true"]),
             ("--data", "x.jsonl", ["\"x.jsonl\"", "beside --model DIR", "leave --data out"]),
             ("--model", "no-such-folder", ["\"no-such-folder\"", "config.json", "download the checkpoint"]),
             ("--out", "Cargo.toml", ["\"Cargo.toml\"", "a folder", "another name"]),

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use candle_core::{DType, Device};
-use candle_cp::{Communicator, CpContext};
-use candle_gemma4::{Model, Weights};
+use candle_core::{DType, Device, Tensor};
+use candle_cp::{Communicator, CpContext, ShardedLabels};
+use candle_gemma4::{Model, Recompute, Weights};
 use serde::Serialize;
 
 use crate::config::Config;
@@ -98,14 +98,28 @@ impl<'a> Trainer<'a> {
     /// A tensor operation or an exchange with another rank failed.
     pub fn gradients(&self, batch: &Batch) -> Result<BatchGradients> {
         let context = self.context(batch)?;
-        let embeds_bsh = self.model.embed(&batch.inputs(&self.job.model, DType::F32, &Device::Cpu)?, &mut ())?;
-        let hidden_bsh = self.model.decode(&context.shard(&embeds_bsh, 1)?, &context, &mut ())?;
         let labels = context.shard_labels(&batch.labels_bs(&Device::Cpu)?)?;
-        let loss = self.model.loss(&hidden_bsh, &labels)?;
-        let local = Gradients::collect(&loss.backward()?, self.weights.variables())?;
+        let (loss, local) = self.local_gradients(batch, &context, &labels)?;
         let gradients = local.sum_over_ranks(self.comm.as_ref())?;
-        let loss = self.comm.all_reduce_sum(&loss.detach().to_dtype(DType::F64)?)?.to_scalar::<f64>()?;
+        let loss = self.comm.all_reduce_sum(&loss)?.to_scalar::<f64>()?;
         Ok(BatchGradients { loss, gradients, label_tokens: labels.count })
+    }
+
+    /// This rank's share of the loss, in f64, and of the gradients. The graph ends here, before the sums over ranks
+    /// need room.
+    fn local_gradients(
+        &self,
+        batch: &Batch,
+        context: &CpContext,
+        labels: &ShardedLabels,
+    ) -> Result<(Tensor, Gradients)> {
+        let recompute = if self.config.recompute { Recompute::on() } else { Recompute::off() };
+        let embeds_bsh = self.model.embed(&batch.inputs(&self.job.model, DType::F32, &Device::Cpu)?, &mut ())?;
+        let local_bsh = context.shard(&embeds_bsh, 1)?;
+        let hidden_bsh = self.model.decode_with(&local_bsh, context, &recompute, &mut ())?;
+        let loss = self.model.loss(&hidden_bsh, labels)?;
+        let gradients = Gradients::collect(&recompute.backward(&loss)?, self.weights.variables())?;
+        Ok((loss.detach().to_dtype(DType::F64)?, gradients))
     }
 
     /// One optimizer step on a batch.

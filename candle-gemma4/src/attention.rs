@@ -27,19 +27,30 @@ pub(crate) struct Attention {
 }
 
 impl Attention {
-    /// `[batch, local tokens, width]` to the same shape; the other ranks' keys and values come through the context.
-    pub(crate) fn forward(&self, x_bsw: &Tensor, rope: &Rope, context: &CpContext) -> Result<Tensor> {
-        let q_bshd = self.query.heads(x_bsw, self.head_dim)?;
+    /// Keys and values of this rank's tokens, `[batch, key heads, local tokens, head size]` each.
+    pub(crate) fn keys_values(&self, x_bsw: &Tensor, rope: &Rope) -> Result<(Tensor, Tensor)> {
         let k_bshd = self.key.heads(x_bsw, self.head_dim)?;
         let v_bshd = match &self.value {
             Some(value) => value.heads(x_bsw, self.head_dim)?,
             None => k_bshd.clone(),
         };
-        let q_bshd = rope.apply(&self.query_norm.forward(&q_bshd)?)?;
         let k_bshd = rope.apply(&self.key_norm.forward(&k_bshd)?)?;
         let v_bshd = self.value_norm.forward(&v_bshd)?;
-        let (q_bhsd, k_bhsd, v_bhsd) = (q_bshd.transpose(1, 2)?, k_bshd.transpose(1, 2)?, v_bshd.transpose(1, 2)?);
-        let out_bhsd = context.attend(&q_bhsd, &k_bhsd, &v_bhsd, &self.rule, SCALE)?;
+        Ok((k_bshd.transpose(1, 2)?, v_bshd.transpose(1, 2)?))
+    }
+
+    /// `[batch, local tokens, width]` to the same shape, over keys and values as [`Attention::keys_values`] gives them;
+    /// those of the other ranks come through the context.
+    pub(crate) fn forward(
+        &self,
+        x_bsw: &Tensor,
+        (k_bhsd, v_bhsd): (&Tensor, &Tensor),
+        rope: &Rope,
+        context: &CpContext,
+    ) -> Result<Tensor> {
+        let q_bshd = self.query.heads(x_bsw, self.head_dim)?;
+        let q_bhsd = rope.apply(&self.query_norm.forward(&q_bshd)?)?.transpose(1, 2)?;
+        let out_bhsd = context.attend(&q_bhsd, k_bhsd, v_bhsd, &self.rule, SCALE)?;
         let out_bsw = out_bhsd.transpose(1, 2)?.flatten_from(D::Minus2)?;
         Ok(self.output.forward(&out_bsw)?)
     }

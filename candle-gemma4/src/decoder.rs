@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::layer::{Layer, LayerShape};
 use crate::names;
 use crate::norm::RmsNorm;
+use crate::recompute::Recompute;
 use crate::rope::Rope;
 use crate::tap::{Tap, record_numbered};
 use crate::weights::Weights;
@@ -18,6 +19,19 @@ struct DecoderLayer {
     kind: LayerKind,
     /// A constant that multiplies the whole residual stream after the layer.
     scalar: f64,
+}
+
+impl DecoderLayer {
+    /// Its halves are recomputed one at a time: what happens inside of one is all that backward has to hold.
+    fn forward(&self, x_bsh: &Tensor, rope: &Rope, context: &CpContext, recompute: &Recompute) -> Result<Tensor> {
+        let (layer, rope, context) = (self.layer.clone(), rope.clone(), context.clone());
+        let x_bsh = recompute.run([x_bsh], move |[x_bsh]| layer.attend(x_bsh, &rope, &context))?;
+        let (layer, scalar) = (self.layer.clone(), self.scalar);
+        recompute.run([&x_bsh], move |[x_bsh]| match scalar {
+            1.0 => layer.transform(x_bsh),
+            scalar => Ok((layer.transform(x_bsh)? * scalar)?),
+        })
+    }
 }
 
 /// All decoder layers and the final norm.
@@ -33,36 +47,40 @@ impl Decoder {
         let text = &config.text;
         let mut layers = Vec::with_capacity(text.layers.len());
         for (index, layer) in text.layers.iter().enumerate() {
-            let shape = LayerShape::text(index, text, layer, text.mask_rule(layer.kind));
-            let scalar = weights.get(&format!("{}.layer_scalar", names::text_layer(index)), &[1])?;
+            let prefix = names::text_layer(config, index);
+            let shape = LayerShape::text(prefix.clone(), text, layer, text.mask_rule(layer.kind));
+            let scalar = weights.get(&format!("{prefix}.layer_scalar"), &[1])?;
             layers.push(DecoderLayer {
                 layer: Layer::new(&shape, weights)?,
                 kind: layer.kind,
                 scalar: scalar.to_dtype(candle_core::DType::F64)?.to_vec1::<f64>()?[0],
             });
         }
-        let weight = weights.get(names::FINAL_NORM, &[text.hidden_size])?;
+        let weight = weights.get(&names::final_norm(config), &[text.hidden_size])?;
         let final_norm = RmsNorm { weight: Some(weight), eps: text.rms_norm_eps };
         Ok(Self { layers, final_norm, text: text.clone() })
     }
 
     /// `[batch, local tokens, hidden]` to the same shape, after the final norm.
-    pub(crate) fn forward(&self, local_bsh: &Tensor, context: &CpContext, tap: &mut dyn Tap) -> Result<Tensor> {
+    pub(crate) fn forward(
+        &self,
+        local_bsh: &Tensor,
+        context: &CpContext,
+        recompute: &Recompute,
+        tap: &mut dyn Tap,
+    ) -> Result<Tensor> {
         self.check_input(local_bsh, context)?;
         let positions_bs = context.positions(local_bsh.device())?;
         let sliding = self.rope(LayerKind::Sliding, &positions_bs, local_bsh, tap)?;
         let full = self.rope(LayerKind::Full, &positions_bs, local_bsh, tap)?;
         let mut x_bsh = local_bsh.clone();
-        for (index, DecoderLayer { layer, kind, scalar }) in self.layers.iter().enumerate() {
-            let rope = match kind {
+        for (index, layer) in self.layers.iter().enumerate() {
+            let rope = match layer.kind {
                 LayerKind::Sliding => sliding.as_ref(),
                 LayerKind::Full => full.as_ref(),
             };
             let rope = rope.expect("every layer type in use has rotary settings");
-            x_bsh = layer.forward(&x_bsh, rope, context)?;
-            if *scalar != 1.0 {
-                x_bsh = (x_bsh * *scalar)?;
-            }
+            x_bsh = layer.forward(&x_bsh, rope, context, recompute)?;
             record_numbered(tap, "mid.hidden_states", index, &x_bsh)?;
         }
         let hidden_bsh = self.final_norm.forward(&x_bsh)?;

@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::config::Config;
+use crate::config::{Config, Placeholder};
 use crate::error::{Error, Result};
 use crate::names;
 use crate::vision::Features;
@@ -44,7 +44,7 @@ struct Plan {
 impl Embedding {
     pub(crate) fn new(config: &Config, weights: &Weights) -> Result<Self> {
         let (vocab, hidden) = (config.text.vocab_size, config.text.hidden_size);
-        let table_vh = weights.get(names::EMBED_TOKENS, &[vocab, hidden])?;
+        let table_vh = weights.get(&names::embed_tokens(config), &[vocab, hidden])?;
         let scale = Tensor::new((hidden as f64).sqrt(), &Device::Cpu)?.to_dtype(table_vh.dtype())?;
         let scale = scale.to_dtype(DType::F64)?.to_scalar::<f64>()?;
         Ok(Self { table_vh, scale, config: config.clone() })
@@ -71,7 +71,7 @@ impl Embedding {
             let mut index = 0;
             while index < ids.len() {
                 let id = self.check_id(row, index, ids[index])?;
-                if id != self.config.image_token_id {
+                if self.config.placeholder(id).is_none() {
                     plan.push_text(id, self.config.text.pad_token_id);
                     index += 1;
                     continue;
@@ -90,17 +90,13 @@ impl Embedding {
         let vocab_size = self.config.text.vocab_size;
         let unknown = Error::TokenId { row, index, id, vocab_size };
         let Ok(token) = u32::try_from(id) else { return Err(unknown) };
-        let placeholder = |kind| Error::Placeholder { row, index, id: token, kind };
-        if token == self.config.image_token_id {
-            Ok(token)
-        } else if Some(token) == self.config.video_token_id {
-            Err(placeholder("video"))
-        } else if Some(token) == self.config.audio_token_id {
-            Err(placeholder("audio"))
-        } else if (token as usize) < vocab_size {
-            Ok(token)
-        } else {
-            Err(unknown)
+        let unfilled = |kind| Err(Error::Placeholder { row, index, id: token, kind });
+        match self.config.placeholder(token) {
+            Some(Placeholder::Image) => Ok(token),
+            Some(Placeholder::Video) => unfilled("video"),
+            Some(Placeholder::Audio) => unfilled("audio"),
+            None if (token as usize) < vocab_size => Ok(token),
+            None => Err(unknown),
         }
     }
 

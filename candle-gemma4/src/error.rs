@@ -127,7 +127,7 @@ pub enum Error {
     /// A token id is outside the vocabulary.
     #[error(
         "row {row}, token {index}: id {id} is outside the vocabulary of {vocab_size} \
-         (text_config.vocab_size); was the text encoded with another tokenizer?"
+         (vocab_size in config.json); was the text encoded with another tokenizer?"
     )]
     TokenId {
         /// Row of the batch.

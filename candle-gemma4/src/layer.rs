@@ -41,9 +41,9 @@ pub(crate) struct LayerShape {
 }
 
 impl LayerShape {
-    pub(crate) fn text(index: usize, text: &TextConfig, layer: &LayerConfig, rule: MaskRule) -> Self {
+    pub(crate) fn text(prefix: String, text: &TextConfig, layer: &LayerConfig, rule: MaskRule) -> Self {
         Self {
-            prefix: names::text_layer(index),
+            prefix,
             suffix: "weight",
             hidden: text.hidden_size,
             mlp_width: text.intermediate_size,
@@ -127,9 +127,20 @@ impl Layer {
 
     /// `[batch, local tokens, width]` to the same shape.
     pub(crate) fn forward(&self, x_bsw: &Tensor, rope: &Rope, context: &CpContext) -> Result<Tensor> {
-        let attended = self.attention.forward(&self.input_norm.forward(x_bsw)?, rope, context)?;
-        let x_bsw = (x_bsw + self.post_attention_norm.forward(&attended)?)?;
-        let changed = self.mlp.forward(&self.pre_mlp_norm.forward(&x_bsw)?)?;
-        Ok((&x_bsw + self.post_mlp_norm.forward(&changed)?)?)
+        self.transform(&self.attend(x_bsw, rope, context)?)
+    }
+
+    /// The first half: attention, added to its input.
+    pub(crate) fn attend(&self, x_bsw: &Tensor, rope: &Rope, context: &CpContext) -> Result<Tensor> {
+        let normed = self.input_norm.forward(x_bsw)?;
+        let (key, value) = self.attention.keys_values(&normed, rope)?;
+        let attended = self.attention.forward(&normed, (&key, &value), rope, context)?;
+        Ok((x_bsw + self.post_attention_norm.forward(&attended)?)?)
+    }
+
+    /// The second half: the MLP, added to its input.
+    pub(crate) fn transform(&self, x_bsw: &Tensor) -> Result<Tensor> {
+        let changed = self.mlp.forward(&self.pre_mlp_norm.forward(x_bsw)?)?;
+        Ok((x_bsw + self.post_mlp_norm.forward(&changed)?)?)
     }
 }

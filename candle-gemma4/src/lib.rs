@@ -41,16 +41,19 @@ mod names;
 mod norm;
 mod patches;
 mod random;
+mod recompute;
 mod rope;
 mod tap;
 mod vision;
 mod weights;
 
 pub use config::{
-    CONFIG_FILE, Config, LayerConfig, LayerKind, RopeConfig, RopeKind, TextConfig, VisionConfig, vision_groups,
+    Architecture, CONFIG_FILE, Config, LayerConfig, LayerKind, RopeConfig, RopeKind, TextConfig, VisionConfig,
+    vision_groups,
 };
 pub use error::{Error, Result};
 pub use model::{Inputs, Model};
 pub use names::{Role, TensorSpec, tensors};
+pub use recompute::Recompute;
 pub use tap::Tap;
 pub use weights::{Mismatch, Weights, WrongShape};

@@ -9,6 +9,7 @@ use crate::embed::Embedding;
 use crate::error::{Error, Result};
 use crate::names;
 use crate::norm::wide;
+use crate::recompute::Recompute;
 use crate::tap::Tap;
 use crate::vision::{Features, VisionTower};
 use crate::weights::Weights;
@@ -83,7 +84,23 @@ impl Model {
     /// # Errors
     /// The slice does not fit the context, or an exchange with another rank failed.
     pub fn decode(&self, local_bsh: &Tensor, context: &CpContext, tap: &mut dyn Tap) -> Result<Tensor> {
-        self.decoder.forward(local_bsh, context, tap)
+        self.decode_with(local_bsh, context, &Recompute::off(), tap)
+    }
+
+    /// As [`Model::decode`]; with `recompute` on, each layer keeps its input only and runs again in backward, which is
+    /// then [`Recompute::backward`]. Gradients have the same bits, memory does not grow with layers times their width,
+    /// and backward takes the time of one more forward pass.
+    ///
+    /// # Errors
+    /// As [`Model::decode`].
+    pub fn decode_with(
+        &self,
+        local_bsh: &Tensor,
+        context: &CpContext,
+        recompute: &Recompute,
+        tap: &mut dyn Tap,
+    ) -> Result<Tensor> {
+        self.decoder.forward(local_bsh, context, recompute, tap)
     }
 
     /// The head's matrix `[vocabulary, hidden]`; the embedding table itself if they are tied.

@@ -1,9 +1,7 @@
 //! The one table of a model's tensors: name in a checkpoint, shape, and what it is.
 
-use crate::config::{Config, LayerConfig, TextConfig, VisionConfig};
+use crate::config::{Architecture, Config, LayerConfig, TextConfig, VisionConfig};
 
-pub(crate) const EMBED_TOKENS: &str = "model.language_model.embed_tokens.weight";
-pub(crate) const FINAL_NORM: &str = "model.language_model.norm.weight";
 pub(crate) const LM_HEAD: &str = "lm_head.weight";
 pub(crate) const VISION_PROJECTION: &str = "model.embed_vision.embedding_projection.weight";
 pub(crate) const PATCH_PROJECTION: &str = "model.vision_tower.patch_embedder.input_proj.weight";
@@ -11,9 +9,27 @@ pub(crate) const POSITION_TABLE: &str = "model.vision_tower.patch_embedder.posit
 pub(crate) const STD_BIAS: &str = "model.vision_tower.std_bias";
 pub(crate) const STD_SCALE: &str = "model.vision_tower.std_scale";
 
+/// Prefix of the text model's tensors.
+fn text_prefix(config: &Config) -> &'static str {
+    match config.architecture {
+        Architecture::Multimodal => "model.language_model",
+        Architecture::TextOnly => "model",
+    }
+}
+
+/// The embedding table.
+pub(crate) fn embed_tokens(config: &Config) -> String {
+    format!("{}.embed_tokens.weight", text_prefix(config))
+}
+
+/// The weight of the norm after the last decoder layer.
+pub(crate) fn final_norm(config: &Config) -> String {
+    format!("{}.norm.weight", text_prefix(config))
+}
+
 /// Prefix of a decoder layer's tensors.
-pub(crate) fn text_layer(index: usize) -> String {
-    format!("model.language_model.layers.{index}")
+pub(crate) fn text_layer(config: &Config, index: usize) -> String {
+    format!("{}.layers.{index}", text_prefix(config))
 }
 
 /// Prefix of a vision layer's tensors.
@@ -67,14 +83,14 @@ impl TensorSpec {
 pub fn tensors(config: &Config) -> Vec<TensorSpec> {
     let text = &config.text;
     let mut table = Table { specs: Vec::new(), range: text.initializer_range };
-    table.matrix(EMBED_TOKENS, &[text.vocab_size, text.hidden_size]);
+    table.matrix(embed_tokens(config), &[text.vocab_size, text.hidden_size]);
     if !config.tie_word_embeddings {
         table.matrix(LM_HEAD, &[text.vocab_size, text.hidden_size]);
     }
     for (index, layer) in text.layers.iter().enumerate() {
-        table.decoder_layer(&text_layer(index), text, layer);
+        table.decoder_layer(&text_layer(config, index), text, layer);
     }
-    table.push(FINAL_NORM, &[text.hidden_size], Role::Norm);
+    table.push(final_norm(config), &[text.hidden_size], Role::Norm);
     if let Some(vision) = &config.vision {
         table.range = vision.initializer_range;
         table.vision_tower(vision);

@@ -3,8 +3,8 @@
 mod support;
 
 use candle_cp::{LayerWork, MaskRule};
-use candle_gemma4::{Config, Error, LayerKind, RopeKind, vision_groups};
-use support::{checkpoint, config_text, edited, edited_config, fixture};
+use candle_gemma4::{Architecture, Config, Error, LayerKind, RopeKind, vision_groups};
+use support::{checkpoint, config_text, edited, edited_config, fixture, variant};
 
 fn refusal(changes: &[(&str, &str)]) -> String {
     match Config::from_json(&edited(changes)) {
@@ -104,6 +104,38 @@ fn text_only_models_have_no_tower() {
     }
 }
 
+/// The text-only variant's configuration with the given changes.
+fn text_only(changes: impl Fn(&mut serde_json::Value)) -> candle_gemma4::Result<Config> {
+    let text = std::fs::read_to_string(variant("text_only").join("config.json")).unwrap();
+    let mut json = serde_json::from_str(&text).unwrap();
+    changes(&mut json);
+    Config::from_json(&json.to_string())
+}
+
+#[test]
+fn a_text_only_checkpoint_has_its_settings_at_the_top() {
+    let config = text_only(|_| ()).unwrap();
+    assert_eq!(config.architecture, Architecture::TextOnly);
+    assert!(config.vision.is_none() && config.tie_word_embeddings);
+    assert_eq!((config.eos_token_ids.as_slice(), config.text.pad_token_id), (&[1, 5][..], Some(3)));
+    let layer = |index: usize| (config.text.layers[index].head_dim, config.text.layers[index].num_key_value_heads);
+    assert_eq!((layer(1), layer(2)), ((8, 3), (12, 2)));
+    assert!(vision_groups(&[9, 10, 11, 9], &config).iter().all(|&group| group == -1), "all ids are text");
+    let older = text_only(|json| {
+        json.as_object_mut().unwrap().remove("per_layer_config");
+        (json["global_head_dim"], json["num_global_key_value_heads"]) = (12.into(), 2.into());
+    });
+    assert_eq!(older.unwrap().text, config.text);
+
+    let message = |changes: &dyn Fn(&mut serde_json::Value)| text_only(changes).unwrap_err().to_string();
+    let missing = message(&|json| json["head_dim"] = serde_json::Value::Null);
+    assert_eq!(missing, "config.json lacks 1 required field(s): head_dim");
+    let odd = message(&|json| json["per_layer_config"]["4"]["head_dim"] = 9.into());
+    assert!(odd.starts_with("config.json: head_dim is 9: the head size of layer 4 must be even"), "{odd}");
+    let tower = message(&|json| json["vision_config"] = serde_json::json!({}));
+    assert!(tower.contains("vision_config is an object: a text-only model"), "{tower}");
+}
+
 #[test]
 fn proportional_frequencies_use_the_full_head_size() {
     let config = Config::from_folder(&checkpoint()).unwrap();
@@ -135,7 +167,7 @@ fn all_missing_fields_are_named_at_once() {
 #[test]
 fn what_cannot_run_is_refused_with_field_and_value() {
     let cases = [
-        ("model_type", "\"gemma4_unified\"", "model family is not supported yet; allowed: \"gemma4\""),
+        ("model_type", "\"gemma4_unified\"", "model family is not supported yet; allowed: \"gemma4\", \"gemma4_text\""),
         ("text_config.model_type", "\"gemma3_text\"", "not supported yet; allowed: \"gemma4_text\""),
         ("vision_config.model_type", "\"siglip\"", "not supported yet; allowed: \"gemma4_vision\""),
         ("text_config.enable_moe_block", "true", "mixture-of-experts layers are not supported yet"),

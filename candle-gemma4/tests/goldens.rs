@@ -55,6 +55,12 @@ fn unusual_settings() {
     assert_variant("untied");
 }
 
+/// `Gemma4ForCausalLM`: other names, another layout of config.json, and no placeholders among the ids.
+#[test]
+fn text_only() {
+    assert_variant("text_only");
+}
+
 /// Values of their own on full layers, whose key heads are then those of the sliding layers.
 #[test]
 fn separate_values() {

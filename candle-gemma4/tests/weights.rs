@@ -7,7 +7,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use candle_gemma4::{Config, Error, Mismatch, Model, Role, Weights, tensors};
-use support::{checkpoint, difference, edited_config, fixture, values};
+use support::{checkpoint, difference, edited_config, fixture, values, variant};
 
 type Tensors = HashMap<String, Tensor>;
 
@@ -230,6 +230,41 @@ fn both_config_spellings_give_the_same_model() {
     let case = support::Case::load(&fixture("gemma4-dense/goldens/case2_images.safetensors"));
     let logits = |config: &Config| support::run(config, &load(&checkpoint(), config).unwrap(), &case).logits;
     assert_eq!(values(&logits(&resaved)), values(&logits(&config)));
+}
+
+#[test]
+fn text_only_checkpoints_keep_their_names() {
+    let folder = variant("text_only");
+    let config = Config::from_folder(&folder).unwrap();
+    let names = |dir: &Path| {
+        let bytes = std::fs::read(dir.join("model.safetensors")).unwrap();
+        let mut names = safetensors::SafeTensors::read_metadata(&bytes).unwrap().1.offset_keys();
+        names.sort();
+        names
+    };
+    let written = names(&folder);
+    assert!(written.contains(&"model.layers.2.self_attn.q_norm.weight".to_string()));
+    let loaded = load(&folder, &config).unwrap();
+    let random = Weights::random(&config, DType::F32, &Device::Cpu, 2).unwrap();
+    for weights in [&loaded, &random] {
+        let dir = tempfile::tempdir().unwrap();
+        weights.save(dir.path(), &config).unwrap();
+        assert_eq!(names(dir.path()), written);
+        let again = Config::from_folder(dir.path()).unwrap();
+        assert_eq!(again, config);
+        assert_equal(&load(dir.path(), &again).unwrap(), weights);
+        Model::new(&again, weights).unwrap();
+    }
+    let untied = config.to_json().replace("\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false");
+    let untied = Config::from_json(&untied).unwrap();
+    let mut expected = written.clone();
+    expected.insert(0, "lm_head.weight".to_string());
+    let weights = Weights::random(&untied, DType::F32, &Device::Cpu, 2).unwrap();
+    let mut found: Vec<String> = weights.variables().keys().chain(weights.buffers().keys()).cloned().collect();
+    found.sort();
+    assert_eq!(found, expected);
+    let head = weights.variables()["lm_head.weight"].as_tensor();
+    assert_eq!(difference(Model::new(&untied, &weights).unwrap().head_vh(), head), 0.0);
 }
 
 #[test]

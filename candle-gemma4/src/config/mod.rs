@@ -21,17 +21,37 @@ use crate::error::{Error, Result};
 /// Name of the configuration file in a checkpoint folder.
 pub const CONFIG_FILE: &str = "config.json";
 
+/// What a checkpoint holds, by its `model_type`; decides on the layout of `config.json` and on tensor names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Architecture {
+    /// `gemma4` (`Gemma4ForConditionalGeneration`): a text model in `text_config`, towers beside it; the text model's
+    /// tensors are under `model.language_model`.
+    Multimodal,
+    /// `gemma4_text` (`Gemma4ForCausalLM`): the file is the text model's configuration; its tensors are under `model`.
+    TextOnly,
+}
+
+/// What a token id stands for if it is not text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Placeholder {
+    Image,
+    Video,
+    Audio,
+}
+
 /// A Gemma 4 model: text decoder, and vision tower if it has one.
 ///
 /// Made from JSON only, so that every value has passed the checks.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Config {
+    /// Text only, or with towers.
+    pub architecture: Architecture,
     /// The text decoder.
     pub text: TextConfig,
     /// The vision tower; `None` for a text-only model.
     pub vision: Option<VisionConfig>,
-    /// Placeholder of one image feature.
+    /// Placeholder of one image feature. A text-only checkpoint has no placeholders: there, all ids are text.
     pub image_token_id: u32,
     /// Placeholder of one video feature.
     pub video_token_id: Option<u32>,
@@ -74,14 +94,33 @@ impl Config {
         self.json.clone()
     }
 
+    /// What a token id stands for; `None` for text.
+    pub(crate) fn placeholder(&self, id: u32) -> Option<Placeholder> {
+        if self.architecture == Architecture::TextOnly {
+            None
+        } else if id == self.image_token_id {
+            Some(Placeholder::Image)
+        } else if Some(id) == self.video_token_id {
+            Some(Placeholder::Video)
+        } else if Some(id) == self.audio_token_id {
+            Some(Placeholder::Audio)
+        } else {
+            None
+        }
+    }
+
     fn parse(what: &str, text: &str) -> Result<Self> {
         let value: Value = serde_json::from_str(text).map_err(|cause| Error::Json { what: what.to_string(), cause })?;
         let top = Fields::new("", &value)?;
-        check_supported(&top)?;
-        let missing = top.missing(&["text_config"]);
-        let text_value = top.get("text_config").ok_or(Error::MissingFields { fields: missing })?;
-        let text_fields = Fields::new("text_config", text_value)?;
-        let vision_value = top.get("vision_config");
+        let architecture = read_architecture(&top)?;
+        let (text_fields, vision_value) = match architecture {
+            Architecture::TextOnly => (top, None),
+            Architecture::Multimodal => {
+                let missing = top.missing(&["text_config"]);
+                let value = top.get("text_config").ok_or(Error::MissingFields { fields: missing })?;
+                (Fields::new("text_config", value)?, top.get("vision_config"))
+            }
+        };
         let vision_fields = vision_value.map(|value| Fields::new("vision_config", value)).transpose()?;
 
         let mut missing = TextConfig::missing(&text_fields);
@@ -98,6 +137,7 @@ impl Config {
         };
         let token = |field: &str, default: u32| Ok::<_, Error>(top.token(field)?.unwrap_or(default));
         Ok(Self {
+            architecture,
             text: TextConfig::read(&text_fields)?,
             vision: vision_fields.as_ref().map(VisionConfig::read).transpose()?,
             image_token_id: token("image_token_id", 258_880)?,
@@ -112,17 +152,25 @@ impl Config {
     }
 }
 
-fn check_supported(top: &Fields) -> Result<()> {
-    match top.text("model_type")? {
-        Some("gemma4") => {}
+fn read_architecture(top: &Fields) -> Result<Architecture> {
+    let architecture = match top.text("model_type")? {
+        Some("gemma4") => Architecture::Multimodal,
+        Some("gemma4_text") => Architecture::TextOnly,
         None => return Err(Error::MissingFields { fields: vec!["model_type".to_string()] }),
         Some(_) => {
-            let reason = "this model family is not supported yet; allowed: \"gemma4\"";
+            let reason = "this model family is not supported yet; allowed: \"gemma4\", \"gemma4_text\"";
             return Err(top.refuse("model_type", reason));
         }
+    };
+    if architecture == Architecture::TextOnly && top.get("vision_config").is_some() {
+        return Err(Error::Config {
+            field: "vision_config".to_string(),
+            value: "an object".to_string(),
+            reason: "a text-only model (model_type \"gemma4_text\") has no tower; allowed: null".to_string(),
+        });
     }
     match top.get("audio_config") {
-        None => Ok(()),
+        None => Ok(architecture),
         Some(_) => Err(Error::Config {
             field: "audio_config".to_string(),
             value: "an object".to_string(),
@@ -134,12 +182,11 @@ fn check_supported(top: &Fields) -> Result<()> {
 /// Image group of every token of a row: a maximal run of image or video placeholders is one group; groups are
 /// counted from 0 through the row; other tokens have -1.
 pub fn vision_groups(ids: &[u32], config: &Config) -> Vec<i64> {
-    let is_vision = |id: u32| id == config.image_token_id || Some(id) == config.video_token_id;
     let mut group = -1;
     let mut inside = false;
     ids.iter()
         .map(|&id| {
-            let vision = is_vision(id);
+            let vision = matches!(config.placeholder(id), Some(Placeholder::Image | Placeholder::Video));
             group += i64::from(vision && !inside);
             inside = vision;
             if vision { group } else { -1 }

@@ -94,7 +94,7 @@ impl TextConfig {
         fields.missing(&REQUIRED)
     }
 
-    /// Reads and checks `text_config`.
+    /// Reads and checks `text_config`, or the whole file of a text-only checkpoint.
     pub(super) fn read(fields: &Fields) -> Result<Self> {
         check_supported(fields)?;
         let layers = read_layers(fields)?;
@@ -199,7 +199,7 @@ fn read_layers(fields: &Fields) -> Result<Vec<LayerConfig>> {
         None => override_full_layers(fields, keys_are_values, &mut layers)?,
     }
     for (index, layer) in layers.iter().enumerate() {
-        check_layer(index, layer, heads, &layers)?;
+        check_layer(fields, index, layer, heads, &layers)?;
     }
     Ok(layers)
 }
@@ -274,9 +274,9 @@ fn override_full_layers(fields: &Fields, keys_are_values: bool, layers: &mut [La
     Ok(())
 }
 
-fn check_layer(index: usize, layer: &LayerConfig, heads: usize, layers: &[LayerConfig]) -> Result<()> {
+fn check_layer(fields: &Fields, index: usize, layer: &LayerConfig, heads: usize, layers: &[LayerConfig]) -> Result<()> {
     let refuse = |field: &str, value: usize, reason: String| Error::Config {
-        field: format!("text_config.{field}"),
+        field: fields.name(field),
         value: value.to_string(),
         reason,
     };

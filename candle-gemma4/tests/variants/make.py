@@ -2,6 +2,7 @@
 
     pip install torch==2.15.0 transformers==5.24.0 safetensors==0.8.0 numpy
     python make.py
+    python make_text_only.py
 
 Rewrites one folder per variant beside this file. Weights, pixels and tokens are random, from fixed seeds.
 """
@@ -229,4 +230,5 @@ def main():
         print(name, "loss", loss.item(), "logits std", logits.std().item(), len(grads))
 
 
-main()
+if __name__ == "__main__":
+    main()

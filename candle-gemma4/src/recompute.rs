@@ -1,0 +1,274 @@
+//! Recomputation: a part of the graph that is thrown away after forward and run again in backward.
+//!
+//! Candle has no hook for this, so the part is one operator. Forward runs it outside of the graph and keeps its inputs
+//! only. Backward runs it again on fresh leaves, seeds that small graph with the incoming gradient and hands on the
+//! gradients of the inputs; those of the weights inside, which the operator does not know as inputs, are collected and
+//! joined with the rest afterwards. Sums have the order that they have without recomputation, so gradients have the
+//! same bits (but for a weight that several parts share).
+
+use std::mem::take;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::backprop::GradStore;
+use candle_core::cpu_backend::CpuDevice;
+use candle_core::{CpuStorage, CustomOp1, CustomOp3, DType, Layout, Shape, Storage, Tensor, Var, bail};
+
+use crate::error::{Error, Result};
+
+/// Whether a forward pass keeps what happens inside its decoder layers, or runs them again in backward.
+///
+/// One value belongs to one loss: pass it to [`Model::decode_with`](crate::Model::decode_with), then call
+/// [`Recompute::backward`] in place of the loss's own. A clone shares what was collected.
+///
+/// Every rank has to make the same choice: a layer that runs again exchanges its keys and values again.
+#[derive(Debug, Clone)]
+pub struct Recompute(Option<Arc<Mutex<Collected>>>);
+
+/// What backward leaves beside Candle's own store.
+#[derive(Debug, Default)]
+struct Collected {
+    /// Weights and their gradients, in the order in which backward came to them.
+    gradients: Vec<(Tensor, Tensor)>,
+    /// The first failure inside of a part, before Candle's error type took its kind away.
+    error: Option<Error>,
+}
+
+/// Most inputs of a part: hidden states, and keys and values of an earlier layer.
+const MOST_INPUTS: usize = 3;
+
+/// What runs again, with as many inputs as it has been given.
+type Part = dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync;
+
+impl Recompute {
+    /// Layers run again in backward; only their inputs are kept.
+    pub fn on() -> Self {
+        Self(Some(Arc::default()))
+    }
+
+    /// Everything is kept; backward is Candle's own.
+    pub fn off() -> Self {
+        Self(None)
+    }
+
+    /// The gradients of `loss`, of recomputed parts as well.
+    ///
+    /// # Errors
+    /// A tensor operation or an exchange with another rank failed.
+    pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
+        let Some(collected) = &self.0 else { return Ok(loss.backward()?) };
+        *lock(collected) = Collected::default();
+        let done = loss.backward();
+        let Collected { gradients, error } = take(&mut *lock(collected));
+        if let Some(error) = error {
+            return Err(error);
+        }
+        let mut store = done?;
+        for (weight, gradient) in gradients {
+            let sum = match store.remove(&weight) {
+                Some(other) => (other + gradient)?,
+                None => gradient,
+            };
+            store.insert(&weight, sum);
+        }
+        Ok(store)
+    }
+
+    /// Runs a part of the model on `N` inputs, one to three of them. `part` must do the same each time that it runs:
+    /// with recomputation on it runs twice, the second time with its inputs as leaves of a graph of its own.
+    pub(crate) fn run<const N: usize>(
+        &self,
+        inputs: [&Tensor; N],
+        part: impl Fn([&Tensor; N]) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        const { assert!(1 <= N && N <= MOST_INPUTS) };
+        let Some(collected) = &self.0 else { return part(inputs) };
+        let detached = inputs.map(Tensor::detach);
+        let output = part(detached.each_ref())?.detach();
+        let mut inputs = inputs.map(Tensor::clone).to_vec();
+        if !inputs[0].track_op() {
+            // The weights inside need backward to come here, even if no input leads to anything that is trained.
+            inputs[0] = Var::from_tensor(&inputs[0])?.as_tensor().clone();
+        }
+        let nothing = Tensor::zeros(0, DType::F32, output.device())?;
+        inputs.resize(MOST_INPUTS, nothing);
+        let part = Box::new(move |inputs: &[Tensor]| part(std::array::from_fn(|i| &inputs[i])));
+        let op = Recomputed { inputs: N, part, output: Mutex::new(Some(output)), collected: collected.clone() };
+        Ok(inputs[0].apply_op3(&inputs[1], &inputs[2], op)?)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Hangs a part's output, computed outside of the graph, onto its inputs.
+struct Recomputed {
+    /// The number of inputs; the rest are empty tensors.
+    inputs: usize,
+    part: Box<Part>,
+    /// Until forward takes it.
+    output: Mutex<Option<Tensor>>,
+    collected: Arc<Mutex<Collected>>,
+}
+
+impl Recomputed {
+    /// Gradients of the inputs, in their order.
+    fn backward(&self, inputs: &[&Tensor], grad: &Tensor) -> candle_core::Result<Vec<Tensor>> {
+        let leaves = inputs.iter().map(|input| Ok(Var::from_tensor(&input.detach())?.as_tensor().clone()));
+        let leaves = leaves.collect::<candle_core::Result<Vec<Tensor>>>()?;
+        let output = match (self.part)(&leaves) {
+            Ok(output) => output,
+            Err(error) => {
+                let text = candle_core::Error::msg(&error);
+                lock(&self.collected).error.get_or_insert(error);
+                return Err(text);
+            }
+        };
+        let root = output.apply_op1(Seed(grad.clone()))?;
+        let mut store = root.backward()?;
+        let of_leaf = |leaf: &Tensor| store.remove(leaf).map_or_else(|| leaf.zeros_like(), Ok);
+        let of_leaves = leaves.iter().map(of_leaf).collect::<candle_core::Result<_>>()?;
+        let weights = root.sorted_nodes().into_iter().filter(|node| node.is_variable());
+        let gradients = weights.filter_map(|weight| Some((weight.clone(), store.remove(weight)?)));
+        lock(&self.collected).gradients.extend(gradients);
+        Ok(of_leaves)
+    }
+}
+
+impl CustomOp3 for Recomputed {
+    fn name(&self) -> &'static str {
+        "recomputed"
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let output = lock(&self.output).take().expect("forward runs once").force_contiguous()?;
+        let (storage, layout) = output.storage_and_layout();
+        match &*storage {
+            Storage::Cpu(storage) => Ok((storage.try_clone(layout)?, layout.shape().clone())),
+            _ => bail!("a part whose inputs are on the CPU has its output on another device"),
+        }
+    }
+
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        c: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let mut gradients = self.backward(&[a, b, c][..self.inputs], grad)?.into_iter();
+        Ok((gradients.next(), gradients.next(), gradients.next()))
+    }
+}
+
+/// A scalar whose gradient with respect to its input is the given one.
+struct Seed(Tensor);
+
+impl CustomOp1 for Seed {
+    fn name(&self) -> &'static str {
+        "seed"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let scalar = Shape::from(());
+        Ok((CpuDevice.zeros_impl(&scalar, storage.dtype())?, scalar))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Ok(Some(self.0.clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+    use crate::fused::testing::random;
+
+    fn var(dims: &[usize], seed: u64) -> candle_core::Result<Tensor> {
+        Ok(Var::from_tensor(&random(dims, DType::F32, seed)?)?.as_tensor().clone())
+    }
+
+    fn bits(x: &Tensor) -> candle_core::Result<Vec<u32>> {
+        Ok(x.flatten_all()?.to_vec1::<f32>()?.into_iter().map(f32::to_bits).collect())
+    }
+
+    /// A weight that two parts and the code between them use, a part with three inputs, and one whose input leads to
+    /// nothing that is trained.
+    fn gradients(recompute: &Recompute, weights: &[Tensor; 3]) -> Result<Vec<Vec<u32>>> {
+        let [w, v, u] = weights.clone();
+        let start = random(&[4, 5], DType::F32, 9)?;
+        let inside = w.clone();
+        let x = recompute.run([&start], move |[x]| Ok((x.matmul(&inside)?.tanh()? * 0.7)?))?;
+        let x = x.matmul(&w)?;
+        let (key, value) = (x.narrow(0, 0, 2)?, (&x.narrow(0, 2, 2)? * &v)?);
+        let (inside, other) = (w.clone(), u.clone());
+        let y = recompute.run([&x, &key, &value], move |[x, key, value]| {
+            let mixed = x.matmul(&inside)?.narrow(0, 1, 2)?.mul(key)?.add(&(value * &other)?)?;
+            Ok((mixed + value.sqr()?)?)
+        })?;
+        let loss = (y.sqr()?.sum_all()? + w.sqr()?.sum_all()?)?;
+        let store = recompute.backward(&loss)?;
+        let gradient = |weight: &Tensor| bits(store.get(weight).expect("every weight is used"));
+        Ok(weights.iter().map(gradient).collect::<candle_core::Result<_>>()?)
+    }
+
+    #[test]
+    fn gradients_have_the_same_bits() -> Result<()> {
+        let weights = [var(&[5, 5], 1)?, var(&[2, 5], 2)?, var(&[2, 5], 3)?];
+        let recompute = Recompute::on();
+        let found = gradients(&recompute, &weights)?;
+        // The shared weight has four gradients, which recomputation adds in another order.
+        let plain = gradients(&Recompute::off(), &weights)?;
+        assert_eq!(found[1..], plain[1..]);
+        let close = |(a, b): (&u32, &u32)| (f32::from_bits(*a) - f32::from_bits(*b)).abs() < 1e-4;
+        assert!(found[0].iter().zip(&plain[0]).all(close), "{found:?} {plain:?}");
+        assert_eq!(gradients(&recompute, &weights)?, found, "a value can be used again");
+        Ok(())
+    }
+
+    #[test]
+    fn only_inputs_are_kept_and_the_part_runs_twice() -> Result<()> {
+        let runs = Arc::new(Mutex::new(Vec::new()));
+        let (w, x) = (var(&[3, 3], 1)?, var(&[2, 3], 2)?);
+        let recompute = Recompute::on();
+        let (log, inside) = (runs.clone(), w.clone());
+        let y = recompute.run([&x], move |[x]| {
+            lock(&log).push(x.track_op());
+            Ok(x.matmul(&inside)?)
+        })?;
+        assert_eq!(*lock(&runs), [false]);
+        let nodes = y.sorted_nodes();
+        assert_eq!(nodes.iter().map(|node| node.id()).collect::<Vec<_>>(), [y.id(), x.id()]);
+        let store = recompute.backward(&y.sum_all()?)?;
+        assert_eq!(*lock(&runs), [false, true]);
+        let ones = Tensor::ones((2, 3), DType::F32, &Device::Cpu)?;
+        assert_eq!(bits(store.get(&w).expect("collected"))?, bits(&x.detach().t()?.matmul(&ones)?)?);
+        Ok(())
+    }
+
+    #[test]
+    fn an_error_in_backward_keeps_its_kind() -> Result<()> {
+        let x = var(&[2], 1)?;
+        let recompute = Recompute::on();
+        let second = Mutex::new(false);
+        let y = recompute.run([&x], move |[x]| match std::mem::replace(&mut *lock(&second), true) {
+            false => Ok(x.clone()),
+            true => Err(Error::TrainingType { dtype: DType::U8 }),
+        })?;
+        let loss = y.sum_all()?;
+        assert!(matches!(recompute.backward(&loss), Err(Error::TrainingType { dtype: DType::U8 })));
+        Ok(())
+    }
+}

@@ -1,0 +1,131 @@
+//! Recomputation of decoder layers: the same bits, fewer tensors kept, errors that surface.
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use candle_cp::comm::threads;
+use candle_cp::{Communicator, CpContext, LayoutKind};
+use candle_gemma4::{Config, Error, Model, Recompute, Weights};
+use support::{Case, checkpoint, fixture};
+
+fn images() -> Case {
+    Case::load(&fixture("gemma4-dense/goldens/case2_images.safetensors"))
+}
+
+fn context(case: &Case, comm: Arc<dyn Communicator>) -> CpContext {
+    let tokens = case.tokens();
+    let layout = LayoutKind::HeadTail.layout(tokens.len(), comm.size()).unwrap();
+    CpContext::new(comm, layout, tokens).unwrap()
+}
+
+fn load(dtype: DType) -> (Weights, Model) {
+    let config = Config::from_folder(&checkpoint()).unwrap();
+    let weights = Weights::load(&checkpoint(), &config, dtype, &Device::Cpu).unwrap();
+    let model = Model::new(&config, &weights).unwrap();
+    (weights, model)
+}
+
+/// This rank's loss; with `frozen`, the embeddings are a constant.
+fn loss(model: &Model, case: &Case, context: &CpContext, recompute: &Recompute, frozen: bool) -> Tensor {
+    let embeds = model.embed(&case.inputs(), &mut ()).unwrap();
+    let embeds = if frozen { embeds.detach() } else { embeds };
+    let local = context.shard(&embeds, 1).unwrap();
+    let hidden = model.decode_with(&local, context, recompute, &mut ()).unwrap();
+    model.loss(&hidden, &context.shard_labels(case.get("input.labels")).unwrap()).unwrap()
+}
+
+type Bits = BTreeMap<String, Vec<u64>>;
+
+fn bits(x: &Tensor) -> Vec<u64> {
+    let x = x.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
+    x.into_iter().map(f64::to_bits).collect()
+}
+
+/// Loss and every gradient, by rank.
+fn run(ranks: usize, dtype: DType, recompute: fn() -> Recompute, frozen: bool) -> Vec<Bits> {
+    threads::run(ranks, &threads::Options::default(), |comm| {
+        let (case, (weights, model)) = (images(), load(dtype));
+        let recompute = recompute();
+        let loss = loss(&model, &case, &context(&case, comm), &recompute, frozen);
+        let store = recompute.backward(&loss)?;
+        let gradients = weights.variables().iter();
+        let gradients = gradients.filter_map(|(name, var)| Some((name.clone(), bits(store.get(var)?))));
+        let mut all: Bits = gradients.collect();
+        all.insert("loss".into(), bits(&loss));
+        Ok::<_, Error>(all)
+    })
+    .unwrap()
+}
+
+fn assert_same(ranks: usize, dtype: DType, frozen: bool) {
+    let (kept, again) = (run(ranks, dtype, Recompute::off, frozen), run(ranks, dtype, Recompute::on, frozen));
+    let names = load(dtype).0.variables().keys().cloned().collect::<Vec<_>>();
+    let trained = names.iter().filter(|name| !frozen || name.starts_with("model.language_model."));
+    let expected = trained.count() + 1; // and the loss
+    for (rank, (kept, again)) in kept.iter().zip(&again).enumerate() {
+        assert_eq!(kept.len(), expected, "rank {rank}");
+        assert_eq!(kept.keys().collect::<Vec<_>>(), again.keys().collect::<Vec<_>>(), "rank {rank}");
+        for (name, bits) in kept {
+            assert!(*bits == again[name], "rank {rank} of {ranks}: {name} differs");
+        }
+    }
+}
+
+#[test]
+fn gradients_have_the_same_bits_on_one_rank() {
+    assert_same(1, DType::F32, false);
+}
+
+#[test]
+fn gradients_have_the_same_bits_on_three_ranks() {
+    assert_same(3, DType::F32, false);
+}
+
+/// Operators that are put together from Candle's own, in a type that rounds much.
+#[test]
+fn gradients_have_the_same_bits_in_bf16() {
+    assert_same(2, DType::BF16, false);
+}
+
+/// Nothing below the first layer is trained, but its weights are.
+#[test]
+fn gradients_have_the_same_bits_over_frozen_embeddings() {
+    assert_same(3, DType::F32, true);
+}
+
+/// Numbers that the graph holds on to between forward and backward.
+#[test]
+fn only_inputs_of_layers_are_kept() {
+    let (case, (_, model)) = (images(), load(DType::F32));
+    let held = |recompute: Recompute| {
+        let context = case.context();
+        let embeds = model.embed(&case.inputs(), &mut ()).unwrap().detach();
+        let hidden = model.decode_with(&embeds, &context, &recompute, &mut ()).unwrap();
+        let nodes = hidden.sorted_nodes();
+        (nodes.iter().filter(|node| !node.is_variable()).map(|node| node.elem_count()).sum::<usize>(), embeds)
+    };
+    let (kept, _) = held(Recompute::off());
+    let (again, embeds) = held(Recompute::on());
+    assert_eq!(again, 13 * embeds.elem_count(), "two halves of six layers, and the final norm");
+    assert!(kept > 10 * again, "{kept} {again}");
+}
+
+#[test]
+fn a_rank_that_fails_before_backward_ends_the_others_inside_of_it() {
+    let error = threads::run(3, &threads::Options::default(), |comm| {
+        let (case, (_, model)) = (images(), load(DType::F32));
+        let (rank, recompute) = (comm.rank(), Recompute::on());
+        let loss = loss(&model, &case, &context(&case, comm), &recompute, false);
+        if rank == 1 {
+            return Err(Error::TrainingType { dtype: DType::U8 });
+        }
+        let error = recompute.backward(&loss).unwrap_err();
+        assert!(error.to_string().contains("stopped because rank 1 failed"), "{error}");
+        Err::<(), _>(error)
+    });
+    let message = error.unwrap_err().to_string();
+    assert!(message.starts_with("rank 1 failed: weights cannot be kept as U8"), "{message}");
+}
