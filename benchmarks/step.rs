@@ -8,7 +8,7 @@
 //! all layers; `balance` is the largest over the mean.
 //!
 //! `cargo run --release -p candle-finetune --example bench_step -- FOLDER [--steps N] [--threads N] [--ranks N]
-//! [--layout head-tail|contiguous] [--recompute]`
+//! [--layout head-tail|contiguous|balanced] [--recompute]`
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
 use candle_cp::comm::threads;
-use candle_cp::{Communicator, CpContext, LayoutKind, Tokens, prepare_process};
+use candle_cp::{Communicator, CpContext, LayerWork, LayoutKind, Tokens, live_work, prepare_process};
 use candle_finetune::{AdamW, AdamWConfig, Gradients};
 use candle_gemma4::{Config, Inputs, Model, Recompute, Weights};
 use serde_json::{Value, json};
@@ -99,6 +99,7 @@ impl Row {
 struct Rank {
     comm: Arc<dyn Communicator>,
     layout: LayoutKind,
+    layers: Vec<LayerWork>,
     recompute: bool,
     weights: Weights,
     model: Model,
@@ -120,7 +121,7 @@ impl Rank {
         let start = Instant::now();
         let mut marks = vec![0.0];
         let mark = |marks: &mut Vec<f64>| marks.push(start.elapsed().as_secs_f64());
-        let context = context(&self.comm, self.layout, row)?;
+        let context = context(&self.comm, self.layout, row, &self.layers)?;
         let embeds_bsh = self.model.embed(&Inputs::text(row.input_ids_bs.clone()), &mut ())?;
         let local_bsh = context.shard(&embeds_bsh, 1)?;
         mark(&mut marks);
@@ -145,22 +146,9 @@ impl Rank {
     }
 }
 
-fn context(comm: &Arc<dyn Communicator>, layout: LayoutKind, row: &Row) -> Result<CpContext> {
-    let layout = layout.layout(row.tokens.len(), comm.size())?;
+fn context(comm: &Arc<dyn Communicator>, layout: LayoutKind, row: &Row, layers: &[LayerWork]) -> Result<CpContext> {
+    let layout = layout.layout(&row.tokens, comm.size(), layers)?;
     Ok(CpContext::new(comm.clone(), layout, row.tokens.clone())?)
-}
-
-/// Attention of each rank in one pass, as shares of all.
-fn live_work(config: &Config, context: &CpContext) -> Result<Vec<f64>> {
-    let mut work = vec![0.0; context.size()];
-    for layer in &config.text.layers {
-        let plan = context.plan(&config.text.mask_rule(layer.kind))?;
-        for (sum, &pairs) in work.iter_mut().zip(plan.live_pairs()) {
-            *sum += pairs as f64 * (layer.head_dim * config.text.num_attention_heads) as f64;
-        }
-    }
-    let total: f64 = work.iter().sum();
-    Ok(work.into_iter().map(|part| part / total).collect())
 }
 
 /// The most memory this process has had, in GiB; `None` where the system does not tell.
@@ -182,17 +170,20 @@ fn run(options: &Options) -> Result<Value> {
         let weights = Weights::load(&options.folder, &config, DType::F32, &Device::Cpu)?;
         let model = Model::new(&config, &weights)?;
         let optimizer = AdamW::new(weights.variables(), OPTIMIZER)?;
-        let mut rank = Rank { comm, layout: options.layout, recompute: options.recompute, weights, model, optimizer };
+        let (layout, layers, recompute) = (options.layout, config.text.layer_work(), options.recompute);
+        let mut rank = Rank { comm, layout, layers, recompute, weights, model, optimizer };
         let steps = (0..=options.steps).map(|_| rank.step(&row)).collect::<Result<Vec<_>>>()?;
         let parameters: usize = rank.weights.variables().values().map(|var| var.elem_count()).sum();
-        let work = live_work(&config, &context(&rank.comm, options.layout, &row)?)?;
+        let context = context(&rank.comm, layout, &row, &rank.layers)?;
+        let work = live_work(context.layout(), &row.tokens, &rank.layers)?;
         Ok::<_, BoxError>((steps, parameters, work))
     })?;
     let (steps, parameters, work) = results.into_iter().next().ok_or("no rank")?;
     let timed = &steps[1..];
     let best = timed.iter().min_by(|a, b| a.seconds.total_cmp(&b.seconds)).ok_or("no step")?;
     let phases = PHASES.iter().zip(best.phases).map(|(name, seconds)| (name.to_string(), rounded(seconds, 3).into()));
-    let balance = work.iter().fold(0.0, |a: f64, &b| a.max(b)) * work.len() as f64;
+    let all: f64 = work.iter().sum();
+    let balance = work.iter().fold(0.0, |a: f64, &b| a.max(b)) * work.len() as f64 / all;
     // Weights, and the optimizer's master copy and two means, 4 bytes each.
     let state = (options.ranks * parameters * 4 * 4) as f64 / GIB;
     Ok(json!({
@@ -212,7 +203,7 @@ fn run(options: &Options) -> Result<Value> {
         "peak_rss_gib": peak_rss_gib().map(|gib| rounded(gib, 3)),
         "state_gib": rounded(state, 3),
         "phases": phases.collect::<serde_json::Map<String, Value>>(),
-        "live_work": work.iter().map(|&share| rounded(share, 4)).collect::<Vec<_>>(),
+        "live_work": work.iter().map(|&work| rounded(work / all, 4)).collect::<Vec<_>>(),
         "balance": rounded(balance, 3),
     }))
 }
