@@ -35,8 +35,15 @@ pub trait Real:
     fn from_f64(x: f64) -> Self;
     /// To f64.
     fn to_f64(self) -> f64;
-    /// e^x, for x <= 0 (the argument of a softmax); relative error a few units in the last place.
+    /// Smaller magnitudes count as 0 in the gradient of scores: multiplied on, they would leave the normal range, where
+    /// processors are a hundred times slower.
+    const NEGLIGIBLE: Self;
+
+    /// e^x, for x <= 0 (the argument of a softmax); relative error a few units in the last place, and exactly 0 far below
+    /// the last place of 1.
     fn exp(self) -> Self;
+    /// The magnitude.
+    fn abs(self) -> Self;
     /// Natural logarithm.
     fn ln(self) -> Self;
     /// Hyperbolic tangent; relative error a few units in the last place.
@@ -75,6 +82,12 @@ impl Real for f32 {
     const ZERO: Self = 0.0;
     const ONE: Self = 1.0;
     const NEG_INFINITY: Self = f32::NEG_INFINITY;
+    const NEGLIGIBLE: Self = 1e-29;
+
+    #[inline(always)]
+    fn abs(self) -> Self {
+        f32::abs(self)
+    }
 
     #[inline(always)]
     fn from_f64(x: f64) -> Self {
@@ -87,14 +100,15 @@ impl Real for f32 {
     }
 
     /// Branch-free, so that a loop over it becomes vector code: `e^x = 2^n * e^r`, `|r| <= ln(2) / 2`, with a
-    /// polynomial of degree 6 for `e^r`. Arguments below -87 give about 1e-38; NaN stays NaN.
+    /// polynomial of degree 6 for `e^r`. Below e^-55 = 1e-24 it is 0; NaN stays NaN.
     #[inline(always)]
     fn exp(self) -> Self {
         // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the mantissa.
         const ROUND: f32 = 12_582_912.0;
         const LN2_HIGH: f32 = 0.693_359_4;
         const LN2_LOW: f32 = -2.121_944_4e-4;
-        let x = if self < -87.0 { -87.0 } else { self };
+        const LEAST: f32 = -55.0;
+        let x = if self < LEAST { LEAST } else { self };
         let shifted = x * std::f32::consts::LOG2_E + ROUND;
         let n = shifted - ROUND;
         let r = x - n * LN2_HIGH - n * LN2_LOW;
@@ -103,7 +117,7 @@ impl Real for f32 {
             p = p * r + c;
         }
         let power = f32::from_bits(shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127) << 23);
-        p * power
+        if self < LEAST { 0.0 } else { p * power }
     }
 
     #[inline(always)]
@@ -153,6 +167,12 @@ impl Real for f64 {
     const ZERO: Self = 0.0;
     const ONE: Self = 1.0;
     const NEG_INFINITY: Self = f64::NEG_INFINITY;
+    const NEGLIGIBLE: Self = 1e-290;
+
+    #[inline(always)]
+    fn abs(self) -> Self {
+        f64::abs(self)
+    }
 
     #[inline(always)]
     fn from_f64(x: f64) -> Self {

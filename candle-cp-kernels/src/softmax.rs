@@ -77,7 +77,7 @@ impl<T: Real> NullaryFnOnce for Probabilities<'_, T> {
 }
 
 /// Gradient of the scores: `probability * (d_probability - delta) * scale`, written over `d_probability`; 0 outside of
-/// the spans.
+/// the spans and where it is negligible.
 pub(crate) struct ScoreGradient<'a, T> {
     pub d_probabilities: &'a mut [T],
     pub probabilities: &'a [T],
@@ -95,7 +95,8 @@ impl<T: Real> NullaryFnOnce for ScoreGradient<'_, T> {
             let d = clear_outside(self.d_probabilities, r, span);
             let p = &self.probabilities[r * KEY_BLOCK..][span.clone()];
             for (d, &p) in d.iter_mut().zip(p) {
-                *d = p * (*d - delta) * self.scale;
+                let gradient = p * (*d - delta) * self.scale;
+                *d = if gradient.abs() < T::NEGLIGIBLE { T::ZERO } else { gradient };
             }
         }
     }
@@ -175,7 +176,7 @@ mod tests {
     #[test]
     fn vector_exp_is_accurate_over_its_range() {
         let mut worst = 0f64;
-        for i in 0..870_000 {
+        for i in 0..550_000 {
             let x = -(i as f32) * 1e-4;
             let exact = f64::from(x).exp();
             worst = worst.max((f64::from(Real::exp(x)) - exact).abs() / exact);
@@ -183,7 +184,7 @@ mod tests {
         assert!(worst < 3e-7, "relative error {worst:e}");
         assert_eq!(Real::exp(0f32), 1.0);
         assert!(Real::exp(f32::NAN).is_nan());
-        assert!(Real::exp(f32::NEG_INFINITY) < 2e-38);
+        assert_eq!([Real::exp(-55.01f32), Real::exp(f32::NEG_INFINITY)], [0.0; 2]);
     }
 
     #[test]
