@@ -129,8 +129,8 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     unsafe { prepare_process() };
     rayon::ThreadPoolBuilder::new().num_threads(flag("--threads", 2)?).build_global()?;
     let (tokens, vocabulary, width) = (flag("--tokens", 8192)?, flag("--vocabulary", 262_144)?, flag("--hidden", 512)?);
-    let every = flag("--labelled", 1)?.max(1);
-    let label = |i: usize| if i % every == 0 { (i * 7919 % vocabulary) as i64 } else { -100 };
+    let every: usize = flag("--labelled", 1)?.max(1);
+    let label = |i: usize| if i.is_multiple_of(every) { (i * 7919 % vocabulary) as i64 } else { -100 };
     let labels: Vec<i64> = (0..tokens).map(label).collect();
     let count = labels.iter().filter(|&&l| l >= 0).count();
     let softcap: f64 = flag("--softcap", 30.0)?;

@@ -38,7 +38,6 @@ impl<T: Real> NullaryFnOnce for Row<'_, '_, T> {
     fn call(self) -> f64 {
         let Self { options, logits, label } = self;
         let inverse = T::from_f64(options.softcap.map_or(0.0, |cap| 1.0 / cap));
-        // Without a soft cap `inverse` is 0 and every slope is 1: one loop serves both.
         let slope = |capped: T| T::ONE - (capped * inverse) * (capped * inverse);
         let mut max = T::NEG_INFINITY;
         for part in logits.iter_mut() {
@@ -55,25 +54,33 @@ impl<T: Real> NullaryFnOnce for Row<'_, '_, T> {
             max = max.maximum(largest);
         }
         let target = *element(logits, label);
-        let exp = |x: T| (x - max).exp();
         // Segments are summed in their own type, all of them in f64: a row may have hundreds of thousands of terms.
         let mut sum = 0.0;
         for part in logits.iter_mut() {
-            let step = |sum, x: &mut T| {
-                let e = exp(*x);
-                *x = e * slope(*x);
-                sum + e
+            sum += match options.softcap {
+                None => exponentials(part, max, |_| T::ONE),
+                Some(_) => exponentials(part, max, slope),
             };
-            sum += fold(part, T::ZERO, step, |a, b| a + b).to_f64();
         }
         if options.gradient {
             let scale = T::from_f64(options.factor / sum);
-            logits.iter_mut().for_each(|part| part.iter_mut().for_each(|x| *x = *x * scale));
-            let probability_minus_one = (exp(target).to_f64() - sum) / sum;
-            *element(logits, label) = T::from_f64(probability_minus_one * slope(target).to_f64() * options.factor);
+            logits.iter_mut().for_each(|part| part.iter_mut().for_each(|x| *x *= scale));
+            let minus_one = ((target - max).exp().to_f64() - sum) / sum;
+            *element(logits, label) = T::from_f64(minus_one * slope(target).to_f64() * options.factor);
         }
         (max.to_f64() - target.to_f64()) + sum.ln()
     }
+}
+
+/// Turns each `x` into `e^(x - max) * slope(x)` and returns the sum of the exponentials alone.
+#[inline(always)]
+fn exponentials<T: Real>(part: &mut [T], max: T, slope: impl Fn(T) -> T) -> f64 {
+    let step = |sum, x: &mut T| {
+        let e = (*x - max).exp();
+        *x = e * slope(*x);
+        sum + e
+    };
+    fold(part, T::ZERO, step, |a, b| a + b).to_f64()
 }
 
 /// The element at `index` of the whole row.

@@ -16,9 +16,11 @@ use product::Matrix;
 use rayon::prelude::*;
 use std::sync::{Mutex, PoisonError};
 
-/// Bytes of logits that exist at a time by default. Every chunk reads and writes the weight's gradient once, so that
-/// small chunks cost time with a large vocabulary.
+/// Bytes of logits that exist at a time by default. Each chunk reads and writes the weight's gradient once, which small
+/// chunks of a large vocabulary would spend most of their time on.
 const CHUNK_BYTES: usize = 256 << 20;
+/// Longer chunks gain nothing and leave the cache.
+const CHUNK_TOKENS: usize = 256;
 
 /// Options of [`linear_cross_entropy`].
 #[derive(Debug, Clone)]
@@ -26,9 +28,10 @@ pub struct LossOptions {
     /// What the sum of the cross entropies is divided by: the labels that count, over all ranks and micro-batches. 0 gives
     /// loss 0.
     pub count: f64,
-    /// Logits become `softcap * tanh(logits / softcap)` first.
+    /// Logits become `softcap * tanh(logits / softcap)` first; finite and above 0.
     pub softcap: Option<f64>,
-    /// Tokens whose logits exist at a time; by default as many as fit 64 MiB.
+    /// Tokens whose logits exist at a time, of those with a label; by default as many as fit 256 MiB, at
+    /// most 256.
     pub chunk_tokens: Option<usize>,
 }
 
@@ -42,57 +45,76 @@ impl LossOptions {
 /// Sum of the cross entropies of `hidden . weight^T` against `labels`, divided by `options.count`: a scalar in f32 (f64
 /// for f64).
 ///
-/// `hidden` is `[.., H]`, `weight_vh` is `[V, H]` of the same type, `labels` is `[..]` i64, already shifted; -100 is
-/// ignored. Without any label the loss is 0 with the graph attached and gradients of zeros.
+/// `hidden` is `[.., H]`, `weight_vh` is `[V, H]` of the same type (f32, f64, bf16 or f16; sums run in f32, or f64 for
+/// f64), `labels` is `[..]` i64, already shifted. A token whose label is -100 is not read: it costs nothing, its hidden
+/// state may even be NaN, and its gradient is 0. Without any label the loss is 0 with the graph attached and gradients of
+/// zeros.
+///
+/// Besides the logits of one chunk, memory is what the gradients of those arguments take that are tracked. `backward`
+/// hands these gradients out; calling it once more on the same loss computes them again. Candle's own `backward` then
+/// adds each to zeros, so that while it does there are two more of that size.
 ///
 /// # Errors
-/// Shapes or types that do not fit, a label outside of the vocabulary, a count that is negative or not finite.
+/// Shapes or types that do not fit, a tensor that is not on the CPU, a label outside of the vocabulary, a count that is
+/// negative or not finite, a soft cap that is not positive and finite.
 pub fn linear_cross_entropy(
     hidden: &Tensor,
     weight_vh: &Tensor,
     labels: &Tensor,
     options: &LossOptions,
 ) -> Result<Tensor> {
-    let (vocabulary, width) = weight_vh.dims2()?;
-    if vocabulary == 0 || width == 0 {
-        let given = format!("of shape {:?}", weight_vh.dims());
-        return Err(Error::argument("weight", given, "it is [V, H] with V and H at least 1", "pass the head's weight"));
-    }
-    let tokens = labels.elem_count();
-    if hidden.dims().last() != Some(&width) {
-        let (given, allowed) = (format!("of shape {:?}", hidden.dims()), format!("its last dimension is H = {width}"));
-        return Err(Error::argument("hidden", given, allowed, "pass the weight of the same model"));
-    }
-    if hidden.elem_count() != tokens * width {
-        let given = format!("{:?} for hidden {:?}", labels.dims(), hidden.dims());
-        return Err(Error::argument("labels", given, "one label per token", "shard both with the same context"));
-    }
+    check_shapes(hidden, weight_vh, labels)?;
     check_dtype(hidden.dtype(), weight_vh.dtype())?;
-    if !(options.count >= 0.0 && options.count.is_finite()) {
-        return Err(Error::argument(
-            "count",
-            options.count,
-            "a count of labels is finite and not negative",
-            "count them",
-        ));
+    check_options(options)?;
+    for x in [hidden, weight_vh] {
+        with_cpu_storage(x, |_, _| Ok(()))?;
     }
+    let vocabulary = weight_vh.dim(0)?;
     let labels = labels.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
     if let Some(label) = labels.iter().find(|&&l| l != IGNORED && !(0..vocabulary as i64).contains(&l)) {
         let allowed = format!("labels are 0..{vocabulary} or {IGNORED}");
         return Err(Error::argument("label", label, allowed, "check the tokenizer against the model"));
     }
-    for x in [hidden, weight_vh] {
-        with_cpu_storage(x, |_, _| Ok(()))?;
-    }
+    let row_bytes = vocabulary * if hidden.dtype() == DType::F64 { 8 } else { 4 };
     let hidden = hidden.contiguous()?;
     let pass = Pass {
         softcap: options.softcap,
         factor: if options.count == 0.0 { 0.0 } else { 1.0 / options.count },
-        chunk: options.chunk_tokens.unwrap_or(CHUNK_BYTES / (4 * vocabulary)),
+        chunk: options.chunk_tokens.unwrap_or((CHUNK_BYTES / row_bytes).min(CHUNK_TOKENS)),
         hidden_gradient: hidden.track_op(),
         weight_gradient: weight_vh.track_op(),
     };
     Ok(hidden.apply_op2(weight_vh, LinearCrossEntropy { pass, labels, gradients: Mutex::new(None) })?)
+}
+
+fn check_shapes(hidden: &Tensor, weight_vh: &Tensor, labels: &Tensor) -> Result<()> {
+    let (vocabulary, width) = weight_vh.dims2()?;
+    if vocabulary == 0 || width == 0 {
+        let given = format!("of shape {:?}", weight_vh.dims());
+        return Err(Error::argument("weight", given, "it is [V, H] with V and H at least 1", "pass the head's weight"));
+    }
+    if hidden.dims().last() != Some(&width) {
+        let (given, allowed) = (format!("of shape {:?}", hidden.dims()), format!("its last dimension is H = {width}"));
+        return Err(Error::argument("hidden", given, allowed, "pass the weight of the same model"));
+    }
+    if hidden.elem_count() != labels.elem_count() * width {
+        let given = format!("{:?} for hidden {:?}", labels.dims(), hidden.dims());
+        return Err(Error::argument("labels", given, "one label per token", "shard both with the same context"));
+    }
+    Ok(())
+}
+
+fn check_options(options: &LossOptions) -> Result<()> {
+    if !(options.count >= 0.0 && options.count.is_finite()) {
+        let allowed = "a count of labels is finite and not negative";
+        return Err(Error::argument("count", options.count, allowed, "count them"));
+    }
+    match options.softcap {
+        Some(cap) if !(cap > 0.0 && cap.is_finite()) => {
+            Err(Error::argument("softcap", cap, "a soft cap is finite and above 0", "pass None for no cap"))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn check_dtype(hidden: DType, weight: DType) -> Result<()> {

@@ -13,8 +13,6 @@ use rayon::prelude::*;
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// Words in a block of the vocabulary.
-const BLOCK: usize = 2048;
 /// Parts that the blocks are dealt to in backward, each with a sum of its own for the hidden gradient. A constant, so
 /// that sums do not depend on the number of threads.
 const PARTS: usize = 32;
@@ -80,7 +78,7 @@ impl Pass {
         let gradient = self.hidden_gradient || self.weight_gradient;
         let options = CrossEntropy { softcap: self.softcap, factor: self.factor, gradient };
         let mut rows: Vec<Vec<&mut [A]>> = tokens.iter().map(|_| Vec::new()).collect();
-        for block in logits.chunks_mut(tokens.len() * BLOCK) {
+        for block in logits.chunks_mut(tokens.len() * block_len(logits.len() / tokens.len())) {
             let columns = block.len() / tokens.len();
             rows.iter_mut().zip(block.chunks_mut(columns)).for_each(|(row, part)| row.push(part));
         }
@@ -91,20 +89,27 @@ impl Pass {
     }
 }
 
-/// Blocks of the vocabulary, as ranges of words.
-fn blocks(words: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    words.clone().step_by(BLOCK).map(move |start| start..words.end.min(start + BLOCK))
+/// Words in a block: few enough that a block of a chunk's logits fits the cache of a core, and where that allows it
+/// enough blocks for the threads.
+fn block_len(vocabulary: usize) -> usize {
+    vocabulary.div_ceil(PARTS).next_multiple_of(64).min(2048)
+}
+
+/// The range of words in blocks.
+fn blocks(words: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
+    words.clone().step_by(len).map(move |start| start..words.end.min(start + len))
 }
 
 /// At most [`PARTS`] ranges of words, each of the same number of blocks but for the last.
 fn parts(vocabulary: usize) -> Vec<Range<usize>> {
-    let words = vocabulary.div_ceil(BLOCK).div_ceil(PARTS) * BLOCK;
-    (0..vocabulary).step_by(words).map(|start| start..vocabulary.min(start + words)).collect()
+    let block = block_len(vocabulary);
+    blocks(0..vocabulary, vocabulary.div_ceil(block).div_ceil(PARTS) * block).collect()
 }
 
 /// `x` is `[tokens, H]`; `logits` become the products, block by block.
 fn multiply_logits<T: Element>(logits: &mut [T::Acc], x: Matrix<T::Acc>, weight_vh: Matrix<T>) {
-    let blocks: Vec<_> = logits.chunks_mut(x.rows * BLOCK).zip(blocks(0..weight_vh.rows)).collect();
+    let len = block_len(weight_vh.rows);
+    let blocks: Vec<_> = logits.chunks_mut(x.rows * len).zip(blocks(0..weight_vh.rows, len)).collect();
     blocks.into_par_iter().with_max_len(1).for_each(|(logits, words)| {
         let weight = Widened::new(weight_vh.rows(words));
         multiply(logits, x, weight.matrix().transposed(), false);
@@ -128,8 +133,9 @@ impl<T: Element> Chunk<'_, T> {
 
     /// Sets `d_weight`, `[V, H]`, or adds to it.
     fn weight_gradient(&self, d_weight: &mut [T::Acc], add: bool) {
-        let width = self.x.columns;
-        let blocks: Vec<_> = d_weight.chunks_mut(BLOCK * width).zip(blocks(0..self.weight_vh.rows)).collect();
+        let (vocabulary, width) = (self.weight_vh.rows, self.x.columns);
+        let len = block_len(vocabulary);
+        let blocks: Vec<_> = d_weight.chunks_mut(len * width).zip(blocks(0..vocabulary, len)).collect();
         blocks.into_par_iter().with_max_len(1).for_each(|(d_weight, words)| {
             multiply(d_weight, self.d_logits(&words).transposed(), self.x, add);
         });
@@ -137,10 +143,11 @@ impl<T: Element> Chunk<'_, T> {
 
     /// The gradient of `x`, `[tokens, H]`, in the memory of `sums`, `[parts, chunk, H]`.
     fn hidden_gradient<'s>(&self, sums: &'s mut [T::Acc]) -> &'s [T::Acc] {
-        let (parts, len) = (parts(self.weight_vh.rows), self.x.rows * self.x.columns);
+        let vocabulary = self.weight_vh.rows;
+        let (parts, len) = (parts(vocabulary), self.x.rows * self.x.columns);
         let sums = &mut sums[..parts.len() * len];
         sums.par_chunks_mut(len).zip(parts).with_max_len(1).for_each(|(sum, part)| {
-            for words in blocks(part.clone()) {
+            for words in blocks(part.clone(), block_len(vocabulary)) {
                 let weight = Widened::new(self.weight_vh.rows(words.clone()));
                 multiply(sum, self.d_logits(&words), weight.matrix(), words.start > part.start);
             }
