@@ -26,7 +26,7 @@ pub trait Compiled: Sized {
     fn score_gradient(tile: ScoreGradient<Self>);
     #[doc(hidden)]
     #[allow(private_interfaces)]
-    fn cross_entropy(row: Row<Self>) -> f64;
+    fn cross_entropy(row: Row<'_, '_, Self>) -> f64;
 }
 
 macro_rules! compile {
@@ -48,7 +48,7 @@ macro_rules! compile {
             fn score_gradient(tile: ScoreGradient<Self>) {
                 pulp::Arch::new().dispatch(tile);
             }
-            fn cross_entropy(row: Row<Self>) -> f64 {
+            fn cross_entropy(row: Row<'_, '_, Self>) -> f64 {
                 pulp::Arch::new().dispatch(row)
             }
         }

@@ -2,6 +2,7 @@
 
 mod common;
 
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_cp::{LossOptions, Result, linear_cross_entropy};
 use common::loss_reference::{Loss, cross_entropy};
@@ -144,10 +145,143 @@ fn a_frozen_weight_leaves_the_hidden_gradient() -> Result<()> {
     Ok(())
 }
 
+/// Hidden states, weight and labels of a large vocabulary: blocks of it, parts of several blocks, a last one cut short.
+struct Large {
+    hidden: Vec<f64>,
+    weight: Vec<f64>,
+    labels: Vec<i64>,
+}
+
+impl Large {
+    const VOCABULARY: usize = 34 * 2048 + 77;
+    const WIDTH: usize = 3;
+
+    fn new() -> Self {
+        let last = Self::VOCABULARY as i64 - 1;
+        let labels = vec![-100, 0, 2047, -100, 2048, 65_536, last, -100];
+        let weight = random(Self::VOCABULARY * Self::WIDTH, 2.0, 5);
+        Self { hidden: random(labels.len() * Self::WIDTH, 3.0, 6), weight, labels }
+    }
+
+    fn leaves(&self, dtype: DType) -> Result<(Var, Var, Tensor)> {
+        let leaf = |x: &[f64]| -> Result<Var> {
+            let x = Tensor::from_slice(x, (x.len() / Self::WIDTH, Self::WIDTH), &Device::Cpu)?;
+            Ok(Var::from_tensor(&x.to_dtype(dtype)?)?)
+        };
+        Ok((leaf(&self.hidden)?, leaf(&self.weight)?, Tensor::new(self.labels.as_slice(), &Device::Cpu)?))
+    }
+
+    fn run(&self, dtype: DType, options: &LossOptions) -> Result<Loss> {
+        let (hidden, weight, labels) = self.leaves(dtype)?;
+        let loss = linear_cross_entropy(&hidden, &weight, &labels, options)?;
+        let gradients = loss.backward()?;
+        let of = |x: &Var| numbers(gradients.get(x).expect("attached"));
+        Ok(Loss { loss: loss.to_dtype(DType::F64)?.to_scalar()?, d_hidden: of(&hidden)?, d_weight: of(&weight)? })
+    }
+}
+
+#[test]
+fn a_large_vocabulary_equals_plain_loops() -> Result<()> {
+    let large = Large::new();
+    for softcap in [None, Some(5.0)] {
+        let expected = cross_entropy(&large.hidden, &large.weight, &large.labels, 5.0, softcap);
+        for chunk in [None, Some(2)] {
+            let actual = large.run(DType::F64, &options(5.0, softcap, chunk))?;
+            assert_loss(&format!("cap {softcap:?}, chunk {chunk:?}"), &actual, &expected);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn the_number_of_threads_changes_no_bit() -> Result<()> {
+    let large = Large::new();
+    let on = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+        pool.install(|| large.run(DType::F32, &options(5.0, Some(5.0), Some(3))))
+    };
+    let (one, four) = (on(1)?, on(4)?);
+    assert_eq!((one.loss, one.d_hidden, one.d_weight), (four.loss, four.d_hidden, four.d_weight));
+    Ok(())
+}
+
+#[test]
+fn a_transposed_weight_gives_the_same_in_every_type() -> Result<()> {
+    let large = Large::new();
+    let options = options(5.0, None, None);
+    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+        let (hidden, weight, labels) = large.leaves(dtype)?;
+        let transposed = Var::from_tensor(&weight.t()?.contiguous()?)?;
+        let loss = linear_cross_entropy(&hidden, &transposed.t()?, &labels, &options)?;
+        let gradients = loss.backward()?;
+        let expected = large.run(dtype, &options)?;
+        // f32 and f64 read the weight where it is, so that products may add up in another order.
+        let tolerance = if dtype == DType::F32 { 1e-6 } else { 1e-12 };
+        let d_weight = gradients.get(&transposed).expect("attached").t()?.contiguous()?;
+        let close = |name, actual: &Tensor, expected: &[f64]| -> Result<()> {
+            assert_eq!(deviation(name, &numbers(actual)?, expected, tolerance), None, "{dtype:?}");
+            Ok(())
+        };
+        close("loss", &loss, &[expected.loss])?;
+        close("hidden gradient", gradients.get(&hidden).expect("attached"), &expected.d_hidden)?;
+        close("weight gradient", &d_weight, &expected.d_weight)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn tokens_without_a_label_are_not_read() -> Result<()> {
+    let labels = labels();
+    let expected = cross_entropy(&hidden(), &weight(), &labels, 15.0, Some(3.0));
+    let mut poisoned = hidden();
+    let ignored = poisoned.chunks_mut(WIDTH).zip(&labels).filter(|(_, label)| **label == -100);
+    ignored.for_each(|(row, _)| row.fill(f64::NAN));
+    let hidden = Var::from_slice(&poisoned, (TOKENS, WIDTH), &Device::Cpu)?;
+    let weight = Var::from_slice(&weight(), (VOCABULARY, WIDTH), &Device::Cpu)?;
+    let labels = Tensor::from_vec(labels, TOKENS, &Device::Cpu)?;
+    let loss = linear_cross_entropy(&hidden, &weight, &labels, &options(15.0, Some(3.0), Some(4)))?;
+    let gradients = loss.backward()?;
+    let of = |x: &Var| numbers(gradients.get(x).expect("attached"));
+    let actual = Loss { loss: loss.to_scalar()?, d_hidden: of(&hidden)?, d_weight: of(&weight)? };
+    assert_loss("NaN where labels are ignored", &actual, &expected);
+    Ok(())
+}
+
+#[test]
+fn backward_twice_gives_the_same_gradients() -> Result<()> {
+    let hidden = Var::from_slice(&hidden(), (TOKENS, WIDTH), &Device::Cpu)?;
+    let weight = Var::from_slice(&weight(), (VOCABULARY, WIDTH), &Device::Cpu)?;
+    let labels = Tensor::from_vec(labels(), TOKENS, &Device::Cpu)?;
+    let loss = linear_cross_entropy(&hidden, &weight, &labels, &options(15.0, Some(3.0), Some(4)))?;
+    let (once, again) = ((&loss * 2.0)?.backward()?, (&loss * 2.0)?.backward()?);
+    for x in [&hidden, &weight] {
+        let of = |gradients: &GradStore| numbers(gradients.get(x).expect("attached"));
+        assert_eq!(of(&once)?, of(&again)?);
+    }
+    Ok(())
+}
+
+#[test]
+fn only_what_is_tracked_gets_a_gradient() -> Result<()> {
+    let expected = cross_entropy(&hidden(), &weight(), &labels(), 15.0, None);
+    let hidden = Var::from_slice(&hidden(), (TOKENS, WIDTH), &Device::Cpu)?;
+    let weight = Var::from_slice(&weight(), (VOCABULARY, WIDTH), &Device::Cpu)?;
+    let labels = Tensor::from_vec(labels(), TOKENS, &Device::Cpu)?;
+    let options = LossOptions::new(15.0);
+    let gradients = linear_cross_entropy(&hidden.detach(), &weight, &labels, &options)?.backward()?;
+    assert_exact("weight gradient", &numbers(gradients.get(&weight).expect("attached"))?, &expected.d_weight);
+    assert_eq!(gradients.get_ids().count(), 1);
+    let gradients = linear_cross_entropy(&hidden, &weight.detach(), &labels, &options)?.backward()?;
+    assert_exact("hidden gradient", &numbers(gradients.get(&hidden).expect("attached"))?, &expected.d_hidden);
+    assert_eq!(gradients.get_ids().count(), 1);
+    Ok(())
+}
+
 #[test]
 fn large_logits_do_not_overflow() -> Result<()> {
-    let (hidden, weight) = (random(4 * WIDTH, 300.0, 3), random(VOCABULARY * WIDTH, 300.0, 4));
-    let labels = [0, 5, 36, 9];
+    // Several blocks of words, with the largest logits in different ones.
+    let (hidden, weight) = (random(4 * WIDTH, 300.0, 3), random(5 * VOCABULARY * WIDTH, 300.0, 4));
+    let labels = [0, 5, 100, 184];
     let expected = cross_entropy(&hidden, &weight, &labels, 4.0, None);
     assert!(expected.loss > 1e4);
     let leaf = |x: &[f64]| -> Result<Var> {
@@ -182,10 +316,21 @@ fn bad_input_is_named() {
     }
     let text = "labels is [4] for hidden [3, 5], but one label per token; shard both with the same context";
     assert_refused((3, WIDTH), dtype, 0, 4.0, text);
+    let text = "hidden is of shape [4, 10], but its last dimension is H = 5; pass the weight of the same model";
+    assert_refused((4, 2 * WIDTH), dtype, 0, 4.0, text);
     let text = "dtype is F32 hidden and F64 weight, but both need the same type; convert one of them";
     assert_refused(shape, DType::F64, 0, 4.0, text);
     for (count, given) in [(-1.0, "-1"), (f64::NAN, "NaN"), (f64::INFINITY, "inf")] {
         let text = format!("count is {given}, but a count of labels is finite and not negative; count them");
         assert_refused(shape, dtype, 0, count, &text);
+    }
+    let zeros = |dtype| Tensor::zeros((4, WIDTH), dtype, &Device::Cpu).unwrap();
+    let labels = Tensor::zeros(4, DType::I64, &Device::Cpu).unwrap();
+    let error = linear_cross_entropy(&zeros(DType::U32), &zeros(DType::U32), &labels, &LossOptions::new(4.0));
+    assert_eq!(error.unwrap_err().to_string(), "dtype is U32, but use f32, f64, bf16 or f16; convert both");
+    for (cap, given) in [(0.0, "0"), (-30.0, "-30"), (f64::NAN, "NaN")] {
+        let error = linear_cross_entropy(&zeros(dtype), &zeros(dtype), &labels, &options(4.0, Some(cap), None));
+        let text = format!("softcap is {given}, but a soft cap is finite and above 0; pass None for no cap");
+        assert_eq!(error.unwrap_err().to_string(), text);
     }
 }
