@@ -27,6 +27,12 @@ pub(crate) struct Attention {
 }
 
 impl Attention {
+    /// Queries of this rank's tokens, `[batch, heads, local tokens, head size]`.
+    pub(crate) fn queries(&self, x_bsw: &Tensor, rope: &Rope) -> Result<Tensor> {
+        let q_bshd = self.query.heads(x_bsw, self.head_dim)?;
+        Ok(rope.apply(&self.query_norm.forward(&q_bshd)?)?.transpose(1, 2)?)
+    }
+
     /// Keys and values of this rank's tokens, `[batch, key heads, local tokens, head size]` each.
     pub(crate) fn keys_values(&self, x_bsw: &Tensor, rope: &Rope) -> Result<(Tensor, Tensor)> {
         let k_bshd = self.key.heads(x_bsw, self.head_dim)?;
@@ -39,18 +45,9 @@ impl Attention {
         Ok((k_bshd.transpose(1, 2)?, v_bshd.transpose(1, 2)?))
     }
 
-    /// `[batch, local tokens, width]` to the same shape, over keys and values as [`Attention::keys_values`] gives them;
-    /// those of the other ranks come through the context.
-    pub(crate) fn forward(
-        &self,
-        x_bsw: &Tensor,
-        (k_bhsd, v_bhsd): (&Tensor, &Tensor),
-        rope: &Rope,
-        context: &CpContext,
-    ) -> Result<Tensor> {
-        let q_bshd = self.query.heads(x_bsw, self.head_dim)?;
-        let q_bhsd = rope.apply(&self.query_norm.forward(&q_bshd)?)?.transpose(1, 2)?;
-        let out_bhsd = context.attend(&q_bhsd, k_bhsd, v_bhsd, &self.rule, SCALE)?;
+    /// `[batch, local tokens, width]`; the other ranks' keys and values come through the context.
+    pub(crate) fn forward(&self, [q_bhsd, k_bhsd, v_bhsd]: [&Tensor; 3], context: &CpContext) -> Result<Tensor> {
+        let out_bhsd = context.attend(q_bhsd, k_bhsd, v_bhsd, &self.rule, SCALE)?;
         let out_bsw = out_bhsd.transpose(1, 2)?.flatten_from(D::Minus2)?;
         Ok(self.output.forward(&out_bsw)?)
     }

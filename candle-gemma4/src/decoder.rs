@@ -22,10 +22,14 @@ struct DecoderLayer {
 }
 
 impl DecoderLayer {
-    /// Its halves are recomputed one at a time: what happens inside of one is all that backward has to hold.
+    /// Attention and MLP are recomputed one at a time: what happens inside of one is all that backward has to hold.
     fn forward(&self, x_bsh: &Tensor, rope: &Rope, context: &CpContext, recompute: &Recompute) -> Result<Tensor> {
-        let (layer, rope, context) = (self.layer.clone(), rope.clone(), context.clone());
-        let x_bsh = recompute.run([x_bsh], move |[x_bsh]| layer.attend(x_bsh, &rope, &context))?;
+        let (layer, rope) = (self.layer.clone(), rope.clone());
+        let project = move |[x_bsh]: [&Tensor; 1]| Ok(layer.project(x_bsh, &rope)?.to_vec());
+        let (layer, context) = (self.layer.clone(), context.clone());
+        let x_bsh = recompute.run_in_two([x_bsh], project, move |[x_bsh], qkv_bhsd| {
+            layer.attend(x_bsh, std::array::from_fn(|i| &qkv_bhsd[i]), &context)
+        })?;
         let (layer, scalar) = (self.layer.clone(), self.scalar);
         recompute.run([&x_bsh], move |[x_bsh]| match scalar {
             1.0 => layer.transform(x_bsh),

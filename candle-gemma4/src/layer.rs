@@ -127,14 +127,21 @@ impl Layer {
 
     /// `[batch, local tokens, width]` to the same shape.
     pub(crate) fn forward(&self, x_bsw: &Tensor, rope: &Rope, context: &CpContext) -> Result<Tensor> {
-        self.transform(&self.attend(x_bsw, rope, context)?)
+        let [query, key, value] = self.project(x_bsw, rope)?;
+        self.transform(&self.attend(x_bsw, [&query, &key, &value], context)?)
+    }
+
+    /// Queries, keys and values of this rank's tokens, `[batch, heads, local tokens, head size]` each.
+    pub(crate) fn project(&self, x_bsw: &Tensor, rope: &Rope) -> Result<[Tensor; 3]> {
+        let normed = self.input_norm.forward(x_bsw)?;
+        let query = self.attention.queries(&normed, rope)?;
+        let (key, value) = self.attention.keys_values(&normed, rope)?;
+        Ok([query, key, value])
     }
 
     /// The first half: attention, added to its input.
-    pub(crate) fn attend(&self, x_bsw: &Tensor, rope: &Rope, context: &CpContext) -> Result<Tensor> {
-        let normed = self.input_norm.forward(x_bsw)?;
-        let (key, value) = self.attention.keys_values(&normed, rope)?;
-        let attended = self.attention.forward(&normed, (&key, &value), rope, context)?;
+    pub(crate) fn attend(&self, x_bsw: &Tensor, qkv_bhsd: [&Tensor; 3], context: &CpContext) -> Result<Tensor> {
+        let attended = self.attention.forward(qkv_bhsd, context)?;
         Ok((x_bsw + self.post_attention_norm.forward(&attended)?)?)
     }
 
