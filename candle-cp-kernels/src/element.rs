@@ -8,6 +8,8 @@ use crate::pairs::Pairs;
 use crate::real::Real;
 use crate::tile::{Bounds, QueryTile};
 use half::{bf16, f16};
+use rayon::prelude::*;
+use std::borrow::Cow;
 use std::fmt::Debug;
 
 /// f32, f64, bf16 or f16. Sums run in f32, those of f64 in f64.
@@ -18,6 +20,11 @@ pub trait Element: Copy + Default + Debug + PartialEq + Send + Sync + 'static {
     fn widen(self) -> Self::Acc;
     /// From the accumulation type, rounded to nearest.
     fn narrow(x: Self::Acc) -> Self;
+
+    /// A slice in the accumulation type; borrowed where it is that already.
+    fn widen_all(data: &[Self]) -> Cow<'_, [Self::Acc]>;
+    /// Back from the accumulation type.
+    fn narrow_all(sums: Vec<Self::Acc>) -> Vec<Self>;
 
     /// As [`crate::forward_chunk`], compiled for this type.
     #[doc(hidden)]
@@ -57,7 +64,7 @@ macro_rules! arithmetic {
 }
 
 macro_rules! element {
-    ($t:ident, $acc:ident, $widen:expr, $narrow:expr) => {
+    ($t:ident, $acc:ident, $widen:expr, $narrow:expr, $widen_all:expr, $narrow_all:expr) => {
         impl Element for $t {
             type Acc = $acc;
 
@@ -69,6 +76,14 @@ macro_rules! element {
             #[inline(always)]
             fn narrow(x: $acc) -> Self {
                 $narrow(x)
+            }
+
+            fn widen_all(data: &[Self]) -> Cow<'_, [$acc]> {
+                $widen_all(data)
+            }
+
+            fn narrow_all(sums: Vec<$acc>) -> Vec<Self> {
+                $narrow_all(sums)
             }
 
             fn forward_chunk(
@@ -93,7 +108,16 @@ macro_rules! element {
         }
     };
 }
-element!(f32, f32, |x| x, |x| x);
-element!(f64, f64, |x| x, |x| x);
-element!(bf16, f32, bf16::to_f32, bf16::from_f32);
-element!(f16, f32, f16::to_f32, f16::from_f32);
+
+fn widened<T: Element>(data: &[T]) -> Cow<'_, [T::Acc]> {
+    Cow::Owned(data.iter().map(|x| x.widen()).collect())
+}
+
+fn narrowed<T: Element>(sums: Vec<T::Acc>) -> Vec<T> {
+    sums.into_par_iter().with_min_len(1 << 16).map(T::narrow).collect()
+}
+
+element!(f32, f32, |x| x, |x| x, Cow::Borrowed, |sums| sums);
+element!(f64, f64, |x| x, |x| x, Cow::Borrowed, |sums| sums);
+element!(bf16, f32, bf16::to_f32, bf16::from_f32, widened, narrowed);
+element!(f16, f32, f16::to_f32, f16::from_f32, widened, narrowed);

@@ -8,7 +8,6 @@ use crate::ring::{self, Pass, Wire};
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor, WithDType};
 use candle_cp_kernels::{self as kernels, Bounds, Forward, Gradients, Heads, QueryTile, Real};
 use half::{bf16, f16};
-use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -197,15 +196,10 @@ impl RingAttention {
         let mut d_key = pass.d_key_value;
         let d_value = d_key.split_off(length);
         let dq = Tensor::from_vec(pass.d_query.finish::<T>(), &q.dims(), &device)?;
-        let dk = Tensor::from_vec(narrow::<T>(d_key), &k.dims(), &device)?;
-        let dv = Tensor::from_vec(narrow::<T>(d_value), &k.dims(), &device)?;
+        let dk = Tensor::from_vec(T::narrow_all(d_key), &k.dims(), &device)?;
+        let dv = Tensor::from_vec(T::narrow_all(d_value), &k.dims(), &device)?;
         Ok((dq, dk, dv))
     }
-}
-
-/// Back from the accumulation type.
-fn narrow<T: Element>(sums: Vec<T::Acc>) -> Vec<T> {
-    sums.into_par_iter().with_min_len(1 << 16).map(T::narrow).collect()
 }
 
 fn shape<T: Element>(q: &Operand<T>, k: &Operand<T>) -> kernels::Shape {

@@ -54,7 +54,7 @@ impl Pass {
         let mut loss = 0.0;
         for (index, tokens) in labelled.chunks(chunk).enumerate() {
             x.clear();
-            tokens.iter().for_each(|&token| x.extend_from_slice(&T::widen(&hidden_nh[token * width..][..width])));
+            tokens.iter().for_each(|&token| x.extend_from_slice(&T::widen_all(&hidden_nh[token * width..][..width])));
             let x = Matrix::contiguous(&x, width);
             let logits = &mut logits[..tokens.len() * vocabulary];
             multiply_logits(logits, x, weight_vh);
@@ -66,11 +66,11 @@ impl Pass {
             if let Some(d_hidden) = &mut d_hidden {
                 let rows = chunk.hidden_gradient(&mut d_x);
                 for (row, &token) in rows.chunks(width).zip(tokens) {
-                    d_hidden[token * width..][..width].copy_from_slice(&T::narrow(row.to_vec()));
+                    d_hidden[token * width..][..width].copy_from_slice(&T::narrow_all(row.to_vec()));
                 }
             }
         }
-        Sums { loss, d_hidden, d_weight: d_weight.map(T::narrow) }
+        Sums { loss, d_hidden, d_weight: d_weight.map(T::narrow_all) }
     }
 
     /// Turns the logits of `tokens` into their gradients and returns the sum of the cross entropies.
@@ -177,16 +177,16 @@ impl<'a, A: Real + WithDType> Widened<'a, A> {
     fn new<T: Element<Acc = A>>(matrix: Matrix<'a, T>) -> Self {
         let Matrix { data, rows, columns, strides } = matrix;
         if T::DTYPE == A::DTYPE {
-            return Self { data: T::widen(data), rows, columns, strides };
+            return Self { data: T::widen_all(data), rows, columns, strides };
         }
         let mut wide = Vec::with_capacity(rows * columns);
         for row in 0..rows {
             let row = &data[row * strides.0..];
             if strides.1 == 1 {
-                wide.extend_from_slice(&T::widen(&row[..columns]));
+                wide.extend_from_slice(&T::widen_all(&row[..columns]));
             } else {
                 let gathered: Vec<T> = (0..columns).map(|column| row[column * strides.1]).collect();
-                wide.extend_from_slice(&T::widen(&gathered));
+                wide.extend_from_slice(&T::widen_all(&gathered));
             }
         }
         Self { data: Cow::Owned(wide), rows, columns, strides: (columns, 1) }
