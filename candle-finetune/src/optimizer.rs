@@ -1,9 +1,12 @@
 //! AdamW with decoupled weight decay; its state is kept in f32 (f64 for f64 parameters) and named by parameter.
 
+mod in_place;
+
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor, Var};
 
+use self::in_place::{Average, Move};
 use crate::error::Result;
 use crate::gradients::Gradients;
 
@@ -37,8 +40,30 @@ pub struct Moments {
     pub square: Tensor,
 }
 
+impl Moments {
+    /// One step. On the CPU each tensor changes in place, in one pass over memory.
+    fn advance(&mut self, gradient: &Tensor, (beta1, beta2): (f64, f64), step: &Move) -> Result<()> {
+        if gradient.device().is_cpu() {
+            self.mean.inplace_op2(gradient, &Average { keep: beta1, squared: false })?;
+            self.square.inplace_op2(gradient, &Average { keep: beta2, squared: true })?;
+            self.master.inplace_op3(&self.mean, &self.square, step)?;
+            return Ok(());
+        }
+        self.advance_by_tensors(gradient, (beta1, beta2), step)
+    }
+
+    /// The same by tensor operations, for other devices.
+    fn advance_by_tensors(&mut self, gradient: &Tensor, (beta1, beta2): (f64, f64), step: &Move) -> Result<()> {
+        self.mean = ((&self.mean * beta1)? + (gradient * (1.0 - beta1))?)?;
+        self.square = ((&self.square * beta2)? + (gradient.sqr()? * (1.0 - beta2))?)?;
+        let root = ((&self.square * step.square_factor)?.sqrt()? + step.eps)?;
+        self.master = ((&self.master * step.decay)? - ((&self.mean * step.rate)? / root)?)?;
+        Ok(())
+    }
+}
+
 /// The optimizer. Equal gradients on every rank give equal weights on every rank.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
     variables: BTreeMap<String, Var>,
@@ -55,8 +80,9 @@ impl AdamW {
         let mut moments = BTreeMap::new();
         for (name, var) in variables {
             let master = var.as_tensor().detach().to_dtype(state_dtype(var.dtype()))?.copy()?;
-            let zeros = master.zeros_like()?;
-            moments.insert(name.clone(), Moments { master, mean: zeros.clone(), square: zeros });
+            // Two tensors of zeros: each is updated in place.
+            let (mean, square) = (master.zeros_like()?, master.zeros_like()?);
+            moments.insert(name.clone(), Moments { master, mean, square });
         }
         Ok(Self { config, variables: variables.clone(), moments, steps: 0 })
     }
@@ -73,15 +99,12 @@ impl AdamW {
         for (name, var) in &self.variables {
             let state = self.moments.get_mut(name).expect("every variable has its moments");
             let gradient = match gradients.named().get(name) {
-                Some(gradient) => gradient.to_dtype(state.master.dtype())?,
+                Some(gradient) => gradient.to_dtype(state.master.dtype())?.contiguous()?,
                 None => state.master.zeros_like()?,
             };
-            state.mean = ((&state.mean * beta1)? + (&gradient * (1.0 - beta1))?)?;
-            state.square = ((&state.square * beta2)? + (gradient.sqr()? * (1.0 - beta2))?)?;
-            let root = ((&state.square / correct2)?.sqrt()? + eps)?;
-            let update = ((&state.mean * (rate / correct1))? / root)?;
-            let decay = if var.rank() > 1 { rate * weight_decay } else { 0.0 };
-            state.master = ((&state.master * (1.0 - decay))? - update)?;
+            let decay = if var.rank() > 1 { 1.0 - rate * weight_decay } else { 1.0 };
+            let step = Move { decay, rate: rate / correct1, square_factor: 1.0 / correct2, eps };
+            state.advance(&gradient, (beta1, beta2), &step)?;
             var.set(&state.master.to_dtype(var.dtype())?)?;
         }
         Ok(())
@@ -135,6 +158,29 @@ mod tests {
             let second = first * decay - second_update;
             assert!((value()? - second).abs() < 1e-12, "{} {second}", value()?);
             assert_eq!(optimizer.steps(), 2);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn in_place_and_by_tensors_are_the_same() -> Result<()> {
+        let row = |values: [f64; 3]| Tensor::new(&values, &Device::Cpu);
+        let moments = || -> Result<Moments> {
+            Ok(Moments { master: row([1.0, -2.0, 3.0])?, mean: row([0.1, 0.2, -0.3])?, square: row([0.5, 0.0, 2.0])? })
+        };
+        let step = Move { decay: 0.9, rate: 0.3, square_factor: 1.7, eps: 1e-3 };
+        let gradient = row([-4.0, 0.5, 0.25])?;
+        let (mut in_place, mut by_tensors) = (moments()?, moments()?);
+        in_place.advance(&gradient, (0.8, 0.7), &step)?;
+        by_tensors.advance_by_tensors(&gradient, (0.8, 0.7), &step)?;
+        for (found, expected) in [
+            (in_place.master, by_tensors.master),
+            (in_place.mean, by_tensors.mean),
+            (in_place.square, by_tensors.square),
+        ] {
+            for (found, expected) in found.to_vec1::<f64>()?.into_iter().zip(expected.to_vec1::<f64>()?) {
+                assert!((found - expected).abs() < 1e-14, "{found} {expected}");
+            }
         }
         Ok(())
     }
