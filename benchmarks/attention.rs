@@ -11,7 +11,7 @@
 
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, Var, WithDType};
 use candle_cp::{AttentionPlan, CpContext, MaskRule, Result, Tokens, prepare_process};
-use candle_cp_kernels::{self as kernels, Element, Forward, Gradients, Heads, Real, Saved};
+use candle_cp_kernels::{self as kernels, Element, Forward, Gradients, Heads, Order, Real, Saved};
 use half::bf16;
 use std::time::Instant;
 
@@ -115,13 +115,13 @@ fn on_slices<T: Element + WithDType>(
     best(|| {
         let mut state = Forward::new(shape);
         kernels::forward_chunk(&mut state, (&query, &key, &value), tiles, bounds, scale);
-        let (out, lse) = state.finish::<T>();
+        let (out, lse) = state.finish::<T>(Order::HeadsFirst);
         let delta =
             kernels::output_dot(&Heads::contiguous(&out, heads(shape.query_heads), shape.head_dim), &d_out, shape);
         let saved = Saved { query: &query, d_out: &d_out, lse: &lse, delta: &delta, bounds, scale };
         let mut gradients = Gradients::new(shape);
         kernels::backward_chunk(&mut gradients, saved, (&key, &value), shape.queries, tiles);
-        gradients.finish::<T>();
+        gradients.finish::<T>(Order::HeadsFirst);
         Ok(())
     })
 }
@@ -133,7 +133,7 @@ fn flag(name: &str) -> Option<String> {
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     // SAFETY: nothing has started a thread yet.
-    unsafe { prepare_process() };
+    unsafe { prepare_process(1) };
     let threads = flag("--threads").map_or(Ok(2), |n| n.parse())?;
     rayon::ThreadPoolBuilder::new().num_threads(threads).build_global()?;
     let x = Tensor::randn(0f32, 1.0, (2048, 2048), &Device::Cpu)?;

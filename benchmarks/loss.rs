@@ -126,7 +126,7 @@ fn flag<T: std::str::FromStr>(name: &str, default: T) -> std::result::Result<T, 
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     // SAFETY: nothing has started a thread yet.
-    unsafe { prepare_process() };
+    unsafe { prepare_process(1) };
     rayon::ThreadPoolBuilder::new().num_threads(flag("--threads", 2)?).build_global()?;
     let (tokens, vocabulary, width) = (flag("--tokens", 8192)?, flag("--vocabulary", 262_144)?, flag("--hidden", 512)?);
     let every: usize = flag("--labelled", 1)?.max(1);

@@ -212,7 +212,7 @@ fn main() -> Result<()> {
     let options = Options::parse()?;
     // SAFETY: nothing has started a thread yet.
     unsafe {
-        prepare_process();
+        prepare_process(options.ranks);
         // Read by Candle's matrix products and by rayon's pool, which attention runs on.
         std::env::set_var("RAYON_NUM_THREADS", options.threads.to_string());
     }

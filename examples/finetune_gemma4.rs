@@ -50,9 +50,11 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
+    let flags = Flags::parse();
+    let ranks = flags.cp.as_ref().and_then(|cp| cp.parse().ok()).unwrap_or(Config::default().cp);
     // SAFETY: nothing has started a thread yet.
-    unsafe { prepare_process() };
-    match finetune(Flags::parse()) {
+    unsafe { prepare_process(ranks) };
+    match finetune(flags) {
         Ok(summary) => {
             println!("{}", summary.to_json());
             ExitCode::SUCCESS

@@ -9,7 +9,7 @@ use crate::arithmetic::{Arithmetic, ROW_PADDING, pack_rows, terms};
 use crate::compiled::Compiled as _;
 use crate::element::Element;
 use crate::forward::{Splitter, TileLimits, in_memory_order, set_spans, stack, unstack};
-use crate::heads::{Heads, Shape};
+use crate::heads::{Heads, Order, Shape};
 use crate::matmul::{Broadcast, Limits, Panels, Product};
 use crate::pack::{Columns, KeyTiles, Rows, padded, row_stride};
 use crate::real::Real;
@@ -32,9 +32,9 @@ impl<T: Real> Gradients<T> {
         Self { shape, d_query: Aligned::zeros(shape.rows() * row_stride(shape.head_dim)) }
     }
 
-    /// Gradient of the queries, `[B, Hq, Sq, D]`.
-    pub fn finish<S: Element<Acc = T>>(self) -> Vec<S> {
-        unstack(&self.d_query, self.shape)
+    /// Gradient of the queries in the given order, `[B, Hq, Sq, D]` or `[B, Sq, Hq, D]`.
+    pub fn finish<S: Element<Acc = T>>(self, order: Order) -> Vec<S> {
+        unstack(&self.d_query, self.shape, order)
     }
 }
 

@@ -4,7 +4,7 @@ use crate::aligned::Aligned;
 use crate::arithmetic::{Arithmetic, ROW_PADDING, terms};
 use crate::compiled::Compiled as _;
 use crate::element::Element;
-use crate::heads::{Heads, Shape};
+use crate::heads::{Heads, Order, Shape};
 use crate::matmul::{Broadcast, Limits, Product};
 use crate::pack::{Columns, KeyTiles, Rows, padded, row_stride};
 use crate::real::Real;
@@ -39,9 +39,9 @@ impl<T: Real> Forward<T> {
         }
     }
 
-    /// Output `[B, Hq, Sq, D]`, and log-sum-exp stacked `[B, Hkv, Sq, G]`. A query that saw no key gets
+    /// Output in the given order, `[B, Hq, Sq, D]` or `[B, Sq, Hq, D]`, and log-sum-exp stacked `[B, Hkv, Sq, G]`. A query that saw no key gets
     /// output 0 and log-sum-exp -inf.
-    pub fn finish<S: Element<Acc = T>>(mut self) -> (Vec<S>, Vec<T>) {
+    pub fn finish<S: Element<Acc = T>>(mut self, order: Order) -> (Vec<S>, Vec<T>) {
         let rows = self.out.par_chunks_mut(row_stride(self.shape.head_dim)).with_min_len(QUERY_BLOCK);
         rows.zip(&mut self.max).zip(&self.sum).for_each(|((row, max), &sum)| {
             if *max == T::NEG_INFINITY {
@@ -51,21 +51,18 @@ impl<T: Real> Forward<T> {
             row.iter_mut().for_each(|x| *x *= inverse);
             *max += sum.ln();
         });
-        (unstack(&self.out, self.shape), self.max)
+        (unstack(&self.out, self.shape, order), self.max)
     }
 }
 
-/// `[B, Hkv, S, G]` rows to `[B, Hkv, G, S, D]`, which is `[B, Hq, S, D]`.
-pub(crate) fn unstack<S: Element>(stacked: &[S::Acc], shape: Shape) -> Vec<S> {
-    let (d, width, group, queries) = (shape.head_dim, row_stride(shape.head_dim), shape.group(), shape.queries);
-    let mut out = vec![S::default(); shape.rows() * d];
-    out.par_chunks_mut((queries * d).max(1)).enumerate().for_each(|(head, out)| {
-        let rows = stacked[head / group * queries * group * width..].chunks(width).skip(head % group).step_by(group);
-        for (out, row) in out.chunks_mut(d).zip(rows) {
-            out.iter_mut().zip(row).for_each(|(out, &x)| *out = S::narrow(x));
-        }
-    });
-    out
+/// `[B, Hkv, S, G]` rows to `[B, Hq, S, D]` or `[B, S, Hq, D]`.
+pub(crate) fn unstack<S: Element>(stacked: &[S::Acc], shape: Shape, order: Order) -> Vec<S> {
+    let (stride, group) = (row_stride(shape.head_dim), shape.group());
+    let view = |row: usize, head: usize, query: usize| {
+        let start = (((row * shape.key_heads + head / group) * shape.queries + query) * group + head % group) * stride;
+        &stacked[start..start + shape.head_dim]
+    };
+    order.collect([shape.batch, shape.query_heads, shape.queries], shape.head_dim, view, S::narrow)
 }
 
 /// Queries (or output gradients) of one tile, stacked as `(query, g)` rows, as a left operand: rows of `terms` of `D`.

@@ -1,5 +1,7 @@
 //! Strided views of `[B, H, S, D]` data.
 
+use rayon::prelude::*;
+
 /// Sizes of one attention call on one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
@@ -24,6 +26,41 @@ impl Shape {
     /// Number of (row, query head, query) triples: the length of the softmax statistics.
     pub fn rows(&self) -> usize {
         self.batch * self.query_heads * self.queries
+    }
+}
+
+/// Order of the dimensions of a result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// `[B, H, S, D]`.
+    HeadsFirst,
+    /// `[B, S, H, D]`, as projections give it.
+    TokensFirst,
+}
+
+impl Order {
+    /// Contiguous data in this order; `dims` are `[B, H, S]`, `vector` gives the `d` values of (row, head, token).
+    pub fn collect<'a, T: Copy + 'a, S: Copy + Default + Send>(
+        self,
+        [batch, heads, tokens]: [usize; 3],
+        d: usize,
+        vector: impl Fn(usize, usize, usize) -> &'a [T] + Sync,
+        convert: impl Fn(T) -> S + Sync,
+    ) -> Vec<S> {
+        const TASK: usize = 1 << 14;
+        let mut out = vec![S::default(); batch * heads * tokens * d];
+        let inner = if self == Order::HeadsFirst { tokens } else { heads };
+        let block = (inner * d).max(1);
+        out.par_chunks_mut(block).with_min_len(TASK.div_ceil(block)).enumerate().for_each(|(outer, out)| {
+            for (i, out) in out.chunks_mut(d).enumerate() {
+                let vector = match self {
+                    Order::HeadsFirst => vector(outer / heads, outer % heads, i),
+                    Order::TokensFirst => vector(outer / tokens, i, outer % tokens),
+                };
+                out.iter_mut().zip(vector).for_each(|(out, &x)| *out = convert(x));
+            }
+        });
+        out
     }
 }
 

@@ -37,6 +37,6 @@ pub use backward::{Gradients, Saved, backward_chunk, output_dot};
 pub use cross_entropy::{CrossEntropy, cross_entropy_row};
 pub use element::Element;
 pub use forward::{Forward, forward_chunk};
-pub use heads::{Heads, Shape};
+pub use heads::{Heads, Order, Shape};
 pub use real::Real;
 pub use tile::{Bounds, KEY_BLOCK, KeyRun, QUERY_BLOCK, QueryTile, TileCount};

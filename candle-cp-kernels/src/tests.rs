@@ -5,7 +5,7 @@ use crate::arithmetic::{Arithmetic, Plain};
 use crate::backward::{self, Gradients, Saved};
 use crate::element::Element;
 use crate::forward::{self, Forward};
-use crate::heads::{Heads, Shape};
+use crate::heads::{Heads, Order, Shape};
 use crate::matmul::{Broadcast, Product};
 use crate::pairs::Pairs;
 use crate::tile::{Bounds, KEY_BLOCK, KeyRun, QUERY_BLOCK, QueryTile, TileCount};
@@ -52,13 +52,13 @@ fn attend<A: Arithmetic<Acc = f32>>(arithmetic: A, after_forward: impl FnOnce())
     let mut state = Forward::new(SHAPE);
     forward::chunk(arithmetic, &mut state, [&query, &key, &value], &tiles, &bounds, scale);
     after_forward();
-    let (out, lse) = state.finish::<A::Source>();
+    let (out, lse) = state.finish::<A::Source>(Order::HeadsFirst);
     let delta = backward::output_dot(&view(&out), &d_out, SHAPE);
     let saved = Saved { query: &query, d_out: &d_out, lse: &lse, delta: &delta, bounds: &bounds, scale };
     let mut gradients = Gradients::new(SHAPE);
     let (d_key, d_value) = backward::chunk(arithmetic, &mut gradients, saved, [&key, &value], s, &tiles);
     let widen = |x: Vec<A::Source>| x.into_iter().map(A::Source::widen).collect();
-    [widen(out), widen(gradients.finish()), d_key, d_value]
+    [widen(out), widen(gradients.finish(Order::HeadsFirst)), d_key, d_value]
 }
 
 /// What a machine without pair products computes differs by roundings of bf16 only.

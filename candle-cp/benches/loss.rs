@@ -44,7 +44,7 @@ fn bench(criterion: &mut Criterion) -> Result<()> {
 
 fn main() -> Result<()> {
     // SAFETY: nothing has started a thread yet.
-    unsafe { prepare_process() };
+    unsafe { prepare_process(1) };
     let mut criterion = Criterion::default().configure_from_args();
     bench(&mut criterion)?;
     criterion.final_summary();

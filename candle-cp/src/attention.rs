@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::plan::{AttentionPlan, Edge};
 use crate::ring::{self, Pass, Wire};
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor, WithDType};
-use candle_cp_kernels::{self as kernels, Bounds, Forward, Gradients, Heads, QueryTile, Real};
+use candle_cp_kernels::{self as kernels, Bounds, Forward, Gradients, Heads, Order, QueryTile, Real};
 use half::{bf16, f16};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -24,32 +24,38 @@ use std::sync::{Arc, Mutex};
 pub(crate) fn ring_attention(
     comm: &Arc<dyn Communicator>,
     plan: &Arc<AttentionPlan>,
-    (q_bhsd, k_bhsd, v_bhsd): (&Tensor, &Tensor, &Tensor),
+    (q, k, v): (&Tensor, &Tensor, &Tensor),
+    order: Order,
     scale: f64,
 ) -> Result<(Tensor, Tensor)> {
-    check(plan, q_bhsd, k_bhsd, v_bhsd)?;
+    check(plan, q, k, v, order)?;
     let lse = Arc::new(Mutex::new(None));
-    let op = RingAttention { comm: comm.clone(), plan: plan.clone(), scale, lse: lse.clone() };
-    let out = q_bhsd.apply_op3(k_bhsd, v_bhsd, op)?;
+    let op = RingAttention { comm: comm.clone(), plan: plan.clone(), order, scale, lse: lse.clone() };
+    let out = q.apply_op3(k, v, op)?;
     let lse = lse.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
     let stacked = lse.expect("forward stores the log-sum-exp");
-    let [b, hq, s, _] = dims4(q_bhsd)?;
-    let hkv = k_bhsd.dim(1)?;
+    let ([b, hq, s, _], [_, hkv, ..]) = (dims4(q, order)?, dims4(k, order)?);
     let lse = stacked.reshape((b, hkv, s, hq / hkv))?.transpose(2, 3)?.reshape((b, hq, s))?;
     Ok((out, lse))
 }
 
-fn dims4(x: &Tensor) -> Result<[usize; 4]> {
-    Ok(x.dims4()?.into())
+/// `[B, H, S, D]`.
+fn dims4(x: &Tensor, order: Order) -> Result<[usize; 4]> {
+    let (b, first, second, d) = x.dims4()?;
+    Ok(match order {
+        Order::HeadsFirst => [b, first, second, d],
+        Order::TokensFirst => [b, second, first, d],
+    })
 }
 
-fn check(plan: &AttentionPlan, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
+fn check(plan: &AttentionPlan, q: &Tensor, k: &Tensor, v: &Tensor, order: Order) -> Result<()> {
     let shapes = format!("q {:?}, k {:?}, v {:?}", q.dims(), k.dims(), v.dims());
     let fail = |allowed: String, fix: &str| Err(Error::argument("q, k, v", shapes.clone(), allowed, fix));
     if q.rank() != 4 || k.rank() != 4 || v.dims() != k.dims() {
-        return fail("they are [B, H, S, D], and k and v have one shape".into(), "project and transpose them so");
+        let form = if order == Order::HeadsFirst { "[B, H, S, D]" } else { "[B, S, H, D]" };
+        return fail(format!("they are {form}, and k and v have one shape"), "project and transpose them so");
     }
-    let ([b, hq, s, d], [kb, hkv, ks, kd]) = (dims4(q)?, dims4(k)?);
+    let ([b, hq, s, d], [kb, hkv, ks, kd]) = (dims4(q, order)?, dims4(k, order)?);
     if b != kb || d != kd || d == 0 {
         return fail("q and k have the same batch and head size".into(), "check the projections");
     }
@@ -83,6 +89,7 @@ fn check(plan: &AttentionPlan, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()>
 struct RingAttention {
     comm: Arc<dyn Communicator>,
     plan: Arc<AttentionPlan>,
+    order: Order,
     scale: f64,
     /// `[B, Hkv, S, G]` in the accumulation type, from forward.
     lse: Arc<Mutex<Option<Tensor>>>,
@@ -128,9 +135,9 @@ impl CustomOp3 for RingAttention {
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         use candle_core::backend::BackendStorage;
         let out = dispatch!(q.dtype(), T => {
-            let q = Operand::<T>::new(q, q_layout)?;
-            let k = Operand::<T>::new(k, k_layout)?;
-            let v = Operand::<T>::new(v, v_layout)?;
+            let q = Operand::<T>::new(q, q_layout, self.order)?;
+            let k = Operand::<T>::new(k, k_layout, self.order)?;
+            let v = Operand::<T>::new(v, v_layout, self.order)?;
             T::to_cpu_storage_owned(self.forward::<T>(&q, &k, &v)?)
         });
         Ok((out, q_layout.shape().clone()))
@@ -145,10 +152,11 @@ impl CustomOp3 for RingAttention {
         d_out: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let (dq, dk, dv) = dispatch!(q.dtype(), T => {
+            let order = self.order;
             with_cpu_storage(q, |q, ql| with_cpu_storage(k, |k, kl| with_cpu_storage(v, |v, vl| {
                 with_cpu_storage(out, |o, ol| with_cpu_storage(d_out, |d, dl| self.backward::<T>(
-                    [&Operand::<T>::new(q, ql)?, &Operand::<T>::new(k, kl)?, &Operand::<T>::new(v, vl)?],
-                    [&Operand::<T>::new(o, ol)?, &Operand::<T>::new(d, dl)?],
+                    [&Operand::new(q, ql, order)?, &Operand::new(k, kl, order)?, &Operand::new(v, vl, order)?],
+                    [&Operand::new(o, ol, order)?, &Operand::new(d, dl, order)?],
                 )))
             })))?
         });
@@ -163,7 +171,7 @@ impl RingAttention {
         let common = Common { keys: k, values: v, bounds: self.plan.bounds(), scale };
         let mut pass = ForwardPass::<T> { common, q: q.heads(), state: Forward::new(shape) };
         ring::run(self.comm.as_ref(), &self.plan, wire::<T>(k), false, &mut pass)?;
-        let (out, lse) = pass.state.finish::<T>();
+        let (out, lse) = pass.state.finish::<T>(self.order);
         let lse = Tensor::from_vec(lse, shape.rows(), &candle_core::Device::Cpu)?;
         *self.lse.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(lse);
         Ok(out)
@@ -195,10 +203,25 @@ impl RingAttention {
         let device = candle_core::Device::Cpu;
         let mut d_key = pass.d_key_value;
         let d_value = d_key.split_off(length);
-        let dq = Tensor::from_vec(pass.d_query.finish::<T>(), &q.dims(), &device)?;
-        let dk = Tensor::from_vec(T::narrow_all(d_key), &k.dims(), &device)?;
-        let dv = Tensor::from_vec(T::narrow_all(d_value), &k.dims(), &device)?;
+        let tensor = |data, [b, h, s, d]: [usize; 4]| match self.order {
+            Order::HeadsFirst => Tensor::from_vec(data, (b, h, s, d), &device),
+            Order::TokensFirst => Tensor::from_vec(data, (b, s, h, d), &device),
+        };
+        let dq = tensor(pass.d_query.finish::<T>(self.order), q.dims())?;
+        let dk = tensor(self.in_order::<T>(d_key, k.dims()), k.dims())?;
+        let dv = tensor(self.in_order::<T>(d_value, k.dims()), k.dims())?;
         Ok((dq, dk, dv))
+    }
+}
+
+impl RingAttention {
+    /// Sums `[B, H, S, D]` in the order and the type of the operands.
+    fn in_order<T: Element>(&self, sums: Vec<T::Acc>, [b, h, s, d]: [usize; 4]) -> Vec<T> {
+        if self.order == Order::HeadsFirst {
+            return T::narrow_all(sums);
+        }
+        let view = Heads::contiguous(&sums, [b, h, s], d);
+        self.order.collect([b, h, s], d, |row, head, token| view.token(row, head, token), T::narrow)
     }
 }
 

@@ -9,6 +9,7 @@ use crate::plan::{AttentionPlan, Trim};
 use crate::shard::{self, ShardedLabels};
 use crate::tokens::Tokens;
 use candle_core::{Device, Tensor};
+use candle_cp_kernels::Order;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
@@ -175,6 +176,15 @@ impl CpContext {
         rule: &MaskRule,
         scale: f64,
     ) -> Result<(Tensor, Tensor)> {
-        ring_attention(&self.0.comm, &self.plan(rule)?, (q, k, v), scale)
+        ring_attention(&self.0.comm, &self.plan(rule)?, (q, k, v), Order::HeadsFirst, scale)
+    }
+
+    /// As [`CpContext::attend`] with heads after tokens, as projections give them: query and output `[B, S_local, Hq, D]`,
+    /// key and value `[B, S_local, Hkv, D]`. Saves the passes over memory that transposing takes in both directions.
+    ///
+    /// # Errors
+    /// As [`CpContext::attend`].
+    pub fn attend_bshd(&self, q: &Tensor, k: &Tensor, v: &Tensor, rule: &MaskRule, scale: f64) -> Result<Tensor> {
+        Ok(ring_attention(&self.0.comm, &self.plan(rule)?, (q, k, v), Order::TokensFirst, scale)?.0)
     }
 }

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::mask::MaskRule;
 use crate::plan::AttentionPlan;
 use candle_core::Tensor;
-use candle_cp_kernels::Bounds;
+use candle_cp_kernels::{Bounds, Order};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -50,7 +50,7 @@ pub fn attend_with_coordinates(
     }
     let plan = Arc::new(AttentionPlan::of_chunk(bounds, &segments, keys));
     let comm: Arc<dyn Communicator> = Arc::new(Local::new());
-    ring_attention(&comm, &plan, (q_bhsd, k_bhsd, v_bhsd), scale)
+    ring_attention(&comm, &plan, (q_bhsd, k_bhsd, v_bhsd), Order::HeadsFirst, scale)
 }
 
 fn check(what: &'static str, c: &Coordinates, batch: usize, len: usize) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use candle_core::{CpuStorage, Layout, Shape, Storage, Tensor, WithDType};
-use candle_cp_kernels::{self as kernels, Heads};
+use candle_cp_kernels::{self as kernels, Heads, Order};
 use std::borrow::Cow;
 
 /// A type that queries, keys and values may have.
@@ -18,8 +18,12 @@ pub(crate) struct Operand<'a, T: Clone> {
 }
 
 impl<'a, T: Element> Operand<'a, T> {
-    /// Reads CPU storage.
-    pub fn new(storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
+    /// Reads CPU storage, `[B, S, H, D]` with [`Order::TokensFirst`].
+    pub fn new(storage: &'a CpuStorage, layout: &Layout, order: Order) -> Result<Self> {
+        let layout = &match order {
+            Order::HeadsFirst => layout.clone(),
+            Order::TokensFirst => layout.transpose(1, 2)?,
+        };
         let dims: [usize; 4] = layout.shape().dims4()?.into();
         let all = storage.as_slice::<T>()?;
         let data = &all[layout.start_offset()..];

@@ -2,17 +2,18 @@
 
 /// Settings of the process that training is faster with. Optional; call it first thing in `main`.
 ///
-/// - Candle splits element-wise operations over a pool of its own that spins under one lock. Rank threads would take
-///   turns at it, so it is reduced to the calling thread (`CANDLE_NUM_THREADS`, unless that is set already). Matrix
-///   products and attention use rayon's pool and are not concerned.
+/// - Candle splits element-wise operations over a pool of its own that spins under one lock. If several of this process's
+///   threads are ranks (`ranks` of them), they would take turns at it, so it is reduced to the calling thread
+///   (`CANDLE_NUM_THREADS`, unless that is set already). Matrix products and attention use rayon's pool and are not
+///   concerned.
 /// - With glibc, freed memory is kept for the next step instead of going back to the system page by page. A step
 ///   allocates and frees the same large tensors over and over; faulting them in again took a fifth of the time.
 ///
 /// # Safety
 /// No other thread may run yet: environment variables are not synchronised.
-pub unsafe fn prepare_process() {
+pub unsafe fn prepare_process(ranks: usize) {
     const CANDLE_THREADS: &str = "CANDLE_NUM_THREADS";
-    if std::env::var_os(CANDLE_THREADS).is_none() {
+    if ranks > 1 && std::env::var_os(CANDLE_THREADS).is_none() {
         // SAFETY: the caller promises that there is no other thread.
         unsafe { std::env::set_var(CANDLE_THREADS, "1") };
     }

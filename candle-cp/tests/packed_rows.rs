@@ -6,7 +6,9 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_cp::comm::threads;
 use candle_cp::{CpContext, MaskRule, Result, Tokens};
 use common::ring::{mask_rule, numbers, options, tokens};
-use common::{Case, Data, Outcome, Rule, Run, assert_exact, assert_outcome, block, documents, layouts, ring};
+use common::{
+    Case, Data, Outcome, Rule, Run, Strides, assert_exact, assert_outcome, block, dense, documents, layouts, ring,
+};
 
 const A: usize = 11;
 const B: usize = 9;
@@ -132,10 +134,25 @@ fn a_cotangent_of_stride_zero_is_read_right() -> Result<()> {
     // sum_all hands back one number, broadcast.
     let out = context.attend(&q, &k, &v, &MaskRule::causal(), case.scale)?;
     let gradients = out.sum_all()?.backward()?;
-    let expected = common::dense(&case, &ones);
+    let expected = dense(&case, &ones);
     for (name, x, expected) in [("dq", &q, &expected.dq), ("dk", &k, &expected.dk), ("dv", &v, &expected.dv)] {
         assert_exact(name, &numbers(gradients.get(x).expect("a gradient"))?, expected);
     }
     assert_eq!(out.dtype(), DType::F64);
     Ok(())
+}
+
+#[test]
+fn heads_after_tokens_is_the_same_attention() {
+    let mut case = Case::row(documents(&[A, B]), block(A + B, &[3..8, 9..13]), Rule::sliding(4).with_groups());
+    (case.key_heads, case.group) = (2, 3);
+    let data = case.data();
+    let expected = dense(&case, &data);
+    for ranks in [1, 3, 4] {
+        for (name, layout) in layouts(A + B, ranks) {
+            let run = Run { strides: Strides::HeadsAfterTokens, ..Run::default() };
+            let actual = ring(&case, &data, &layout, run);
+            assert_outcome(&format!("{name} over {ranks}"), &actual, &expected);
+        }
+    }
 }

@@ -28,7 +28,7 @@ fn step(criterion: &mut Criterion) {
 
 fn main() {
     // SAFETY: nothing has started a thread yet.
-    unsafe { prepare_process() };
+    unsafe { prepare_process(1) };
     let mut criterion = Criterion::default().configure_from_args();
     step(&mut criterion);
     criterion.final_summary();

@@ -1,6 +1,6 @@
 //! Attention of the decoder and of the vision tower.
 
-use candle_core::{D, Tensor};
+use candle_core::Tensor;
 use candle_cp::{CpContext, MaskRule};
 
 use crate::error::Result;
@@ -27,13 +27,13 @@ pub(crate) struct Attention {
 }
 
 impl Attention {
-    /// Queries of this rank's tokens, `[batch, heads, local tokens, head size]`.
+    /// Queries of this rank's tokens, `[batch, local tokens, heads, head size]`.
     pub(crate) fn queries(&self, x_bsw: &Tensor, rope: &Rope) -> Result<Tensor> {
         let q_bshd = self.query.heads(x_bsw, self.head_dim)?;
-        Ok(rope.apply(&self.query_norm.forward(&q_bshd)?)?.transpose(1, 2)?)
+        Ok(rope.apply(&self.query_norm.forward(&q_bshd)?)?)
     }
 
-    /// Keys and values of this rank's tokens, `[batch, key heads, local tokens, head size]` each.
+    /// Keys and values of this rank's tokens, `[batch, local tokens, key heads, head size]` each.
     pub(crate) fn keys_values(&self, x_bsw: &Tensor, rope: &Rope) -> Result<(Tensor, Tensor)> {
         let k_bshd = self.key.heads(x_bsw, self.head_dim)?;
         let v_bshd = match &self.value {
@@ -42,13 +42,12 @@ impl Attention {
         };
         let k_bshd = rope.apply(&self.key_norm.forward(&k_bshd)?)?;
         let v_bshd = self.value_norm.forward(&v_bshd)?;
-        Ok((k_bshd.transpose(1, 2)?, v_bshd.transpose(1, 2)?))
+        Ok((k_bshd, v_bshd))
     }
 
     /// `[batch, local tokens, width]`; the other ranks' keys and values come through the context.
-    pub(crate) fn forward(&self, [q_bhsd, k_bhsd, v_bhsd]: [&Tensor; 3], context: &CpContext) -> Result<Tensor> {
-        let out_bhsd = context.attend(q_bhsd, k_bhsd, v_bhsd, &self.rule, SCALE)?;
-        let out_bsw = out_bhsd.transpose(1, 2)?.flatten_from(D::Minus2)?;
-        Ok(self.output.forward(&out_bsw)?)
+    pub(crate) fn forward(&self, [q_bshd, k_bshd, v_bshd]: [&Tensor; 3], context: &CpContext) -> Result<Tensor> {
+        let out_bshd = context.attend_bshd(q_bshd, k_bshd, v_bshd, &self.rule, SCALE)?;
+        Ok(self.output.over_heads(&out_bshd)?)
     }
 }

@@ -17,6 +17,15 @@ impl Linear {
         self.project(x, &[outputs])
     }
 
+    /// `[.., heads, head size]`, whose product is the number of inputs, to `[.., outputs]`.
+    pub(crate) fn over_heads(&self, x: &Tensor) -> Result<Tensor> {
+        let (outputs, inputs) = self.weight_oi.dims2()?;
+        match x.dims() {
+            [leading @ .., heads, head_dim] if heads * head_dim == inputs => self.project_rows(x, leading, &[outputs]),
+            dims => candle_core::bail!("a projection of {inputs} inputs got heads of {dims:?}"),
+        }
+    }
+
     /// `[.., inputs]` to `[.., heads, head size]`.
     pub(crate) fn heads(&self, x: &Tensor, head_dim: usize) -> Result<Tensor> {
         let heads = self.weight_oi.dim(0)? / head_dim;
@@ -30,6 +39,10 @@ impl Linear {
             [leading @ .., last] if *last == inputs => leading,
             dims => candle_core::bail!("a projection of {inputs} inputs got {dims:?}"),
         };
+        self.project_rows(x, leading, outputs)
+    }
+
+    fn project_rows(&self, x: &Tensor, leading: &[usize], outputs: &[usize]) -> Result<Tensor> {
         let shape = Shape::from([leading, outputs].concat());
         let y = x.contiguous()?.apply_op2(&self.weight_oi.contiguous()?, Project { shape })?;
         match &self.bias_o {
@@ -109,6 +122,9 @@ mod tests {
         }
         let swapped = x.transpose(0, 1)?;
         assert_close("y", &linear.forward(&swapped)?, &linear.forward(&swapped.contiguous()?)?, 0.0)?;
+        let heads = x.reshape((2, 3, 1, 5))?;
+        assert_close("y", &linear.over_heads(&heads)?, &linear.forward(&x)?, 0.0)?;
+        assert!(linear.over_heads(&x).unwrap_err().to_string().contains("heads of [2, 3, 5]"));
         assert!(linear.forward(&weight.t()?).unwrap_err().to_string().contains("5 inputs got [5, 8]"));
         Ok(())
     }

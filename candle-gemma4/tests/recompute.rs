@@ -17,7 +17,7 @@ fn images() -> Case {
 
 fn context(case: &Case, comm: Arc<dyn Communicator>) -> CpContext {
     let tokens = case.tokens();
-    let layout = LayoutKind::HeadTail.layout(tokens.len(), comm.size()).unwrap();
+    let layout = LayoutKind::HeadTail.layout(&tokens, comm.size(), &[]).unwrap();
     CpContext::new(comm, layout, tokens).unwrap()
 }
 

@@ -123,7 +123,12 @@ fn rule(windows: Vec<usize>) -> impl Strategy<Value = Rule> {
 }
 
 pub fn strides() -> impl Strategy<Value = Strides> {
-    prop::sample::select(vec![Strides::Contiguous, Strides::TokenMajor, Strides::DimensionMajor])
+    prop::sample::select(vec![
+        Strides::Contiguous,
+        Strides::TokenMajor,
+        Strides::DimensionMajor,
+        Strides::HeadsAfterTokens,
+    ])
 }
 
 prop_compose! {

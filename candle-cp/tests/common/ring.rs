@@ -20,6 +20,8 @@ pub enum Strides {
     TokenMajor,
     /// `[B, H, D, S]`: the last dimension is strided.
     DimensionMajor,
+    /// `[B, S, H, D]`, handed to the operator in this order.
+    HeadsAfterTokens,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -116,7 +118,12 @@ pub fn one_rank(case: &Case, data: &Data, context: &CpContext, run: Run) -> Resu
     ];
     let local = |x: &Tensor| restride(&context.shard(x, 2)?, run.strides);
     let [q, k, v] = [local(&full[0])?, local(&full[1])?, local(&full[2])?];
-    let (out, lse) = context.attend_with_lse(&q, &k, &v, &mask_rule(&case.rule), case.scale)?;
+    let rule = mask_rule(&case.rule);
+    let (mut out, lse) = context.attend_with_lse(&q, &k, &v, &rule, case.scale)?;
+    if run.strides == Strides::HeadsAfterTokens {
+        let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
+        out = context.attend_bshd(&q, &k, &v, &rule, case.scale)?.transpose(1, 2)?;
+    }
     let d_out = context.shard(&tensor(&data.d_out, case.query_shape())?, 2)?;
     let gradients = (&out * d_out)?.sum_all()?.backward()?;
     check_padding(context, &out, &lse)?;
@@ -134,7 +141,7 @@ pub fn one_rank(case: &Case, data: &Data, context: &CpContext, run: Run) -> Resu
 fn restride(x: &Tensor, strides: Strides) -> Result<Tensor> {
     Ok(match strides {
         Strides::Contiguous => x.contiguous()?,
-        Strides::TokenMajor => x.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
+        Strides::TokenMajor | Strides::HeadsAfterTokens => x.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
         Strides::DimensionMajor => x.transpose(2, 3)?.contiguous()?.transpose(2, 3)?,
     })
 }
