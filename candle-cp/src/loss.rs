@@ -20,7 +20,7 @@ use std::sync::{Mutex, PoisonError};
 /// chunks of a large vocabulary would spend most of their time on.
 const CHUNK_BYTES: usize = 256 << 20;
 /// Longer chunks gain nothing and leave the cache.
-const CHUNK_TOKENS: usize = 256;
+const CHUNK_TOKENS: usize = 1024;
 
 /// Options of [`linear_cross_entropy`].
 #[derive(Debug, Clone)]
@@ -31,7 +31,7 @@ pub struct LossOptions {
     /// Logits become `softcap * tanh(logits / softcap)` first; finite and above 0.
     pub softcap: Option<f64>,
     /// Tokens whose logits exist at a time, of those with a label; by default as many as fit 256 MiB, at
-    /// most 256.
+    /// most 1024.
     pub chunk_tokens: Option<usize>,
 }
 
