@@ -101,9 +101,8 @@ impl SequenceLayout {
 
     /// Equally many tokens per rank, in as few pieces as it takes to make the attention work of the ranks about equal in
     /// every kind of layer: the largest work of each, summed, at most 1.05 times the mean, or as near to it as 128 pieces
-    /// per rank come. Pieces lie on the tile grid where they
-    /// are long enough. The row is padded at the end to a multiple of `ranks`. Made from metadata alone, the same on every
-    /// rank; `layers` are the kinds of layers of the model.
+    /// per rank come. Pieces lie on the tile grid where they are long enough. The row is padded at the end to a multiple
+    /// of `ranks`. Made from metadata alone, the same on every rank; `layers` are the kinds of layers of the model.
     ///
     /// # Errors
     /// As [`SequenceLayout::contiguous`]; no layers, or weights that are not positive.

@@ -19,7 +19,7 @@ use std::sync::{Mutex, PoisonError};
 /// Bytes of logits that exist at a time by default. Each chunk reads and writes the weight's gradient once, which small
 /// chunks of a large vocabulary would spend most of their time on.
 const CHUNK_BYTES: usize = 256 << 20;
-/// Longer chunks gain nothing and leave the cache.
+/// The gradient of a small vocabulary's weight is passed over seldom enough with this many.
 const CHUNK_TOKENS: usize = 1024;
 
 /// Options of [`linear_cross_entropy`].

@@ -131,7 +131,7 @@ impl Layer {
         self.transform(&self.attend(x_bsw, [&query, &key, &value], context)?)
     }
 
-    /// Queries, keys and values of this rank's tokens, `[batch, heads, local tokens, head size]` each.
+    /// Queries, keys and values of this rank's tokens, `[batch, local tokens, heads, head size]` each.
     pub(crate) fn project(&self, x_bsw: &Tensor, rope: &Rope) -> Result<[Tensor; 3]> {
         let normed = self.input_norm.forward(x_bsw)?;
         let query = self.attention.queries(&normed, rope)?;
@@ -140,8 +140,8 @@ impl Layer {
     }
 
     /// The first half: attention, added to its input.
-    pub(crate) fn attend(&self, x_bsw: &Tensor, qkv_bhsd: [&Tensor; 3], context: &CpContext) -> Result<Tensor> {
-        let attended = self.attention.forward(qkv_bhsd, context)?;
+    pub(crate) fn attend(&self, x_bsw: &Tensor, qkv_bshd: [&Tensor; 3], context: &CpContext) -> Result<Tensor> {
+        let attended = self.attention.forward(qkv_bshd, context)?;
         Ok((x_bsw + self.post_attention_norm.forward(&attended)?)?)
     }
 

@@ -54,7 +54,7 @@ impl Pass {
         let mut loss = 0.0;
         for (index, tokens) in labelled.chunks(chunk).enumerate() {
             x.clear();
-            tokens.iter().for_each(|&token| x.extend_from_slice(&T::widen_all(&hidden_nh[token * width..][..width])));
+            tokens.iter().for_each(|&token| x.extend(hidden_nh[token * width..][..width].iter().map(|x| x.widen())));
             let x = Matrix::contiguous(&x, width);
             let logits = &mut logits[..tokens.len() * vocabulary];
             multiply_logits(logits, x, weight_vh);
@@ -66,7 +66,8 @@ impl Pass {
             if let Some(d_hidden) = &mut d_hidden {
                 let rows = chunk.hidden_gradient(&mut d_x);
                 for (row, &token) in rows.chunks(width).zip(tokens) {
-                    d_hidden[token * width..][..width].copy_from_slice(&T::narrow_all(row.to_vec()));
+                    let out = &mut d_hidden[token * width..][..width];
+                    out.iter_mut().zip(row).for_each(|(out, &sum)| *out = T::narrow(sum));
                 }
             }
         }
@@ -182,12 +183,7 @@ impl<'a, A: Real + WithDType> Widened<'a, A> {
         let mut wide = Vec::with_capacity(rows * columns);
         for row in 0..rows {
             let row = &data[row * strides.0..];
-            if strides.1 == 1 {
-                wide.extend_from_slice(&T::widen_all(&row[..columns]));
-            } else {
-                let gathered: Vec<T> = (0..columns).map(|column| row[column * strides.1]).collect();
-                wide.extend_from_slice(&T::widen_all(&gathered));
-            }
+            wide.extend((0..columns).map(|column| row[column * strides.1].widen()));
         }
         Self { data: Cow::Owned(wide), rows, columns, strides: (columns, 1) }
     }
