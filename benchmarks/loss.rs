@@ -10,49 +10,12 @@
 
 use candle_core::{Device, Tensor, Var};
 use candle_cp::{LossOptions, Result, linear_cross_entropy, prepare_process};
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::Instant;
 
-struct Counting;
+#[path = "../candle-cp/tests/common/counting.rs"]
+mod counting;
 
-static HELD: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-fn grow(bytes: usize) {
-    PEAK.fetch_max(HELD.fetch_add(bytes, Relaxed) + bytes, Relaxed);
-}
-
-// SAFETY: every call goes to the system's allocator unchanged; counting does not allocate.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        grow(layout.size());
-        // SAFETY: the caller's promise is passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        grow(layout.size());
-        // SAFETY: the caller's promise is passed on.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        HELD.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise is passed on.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-/// Starts a new peak and returns the bytes held now.
-fn reset_peak() -> usize {
-    let held = HELD.load(Relaxed);
-    PEAK.store(held, Relaxed);
-    held
-}
+use counting::{peak, reset_peak};
 
 /// A field of `/proc/self/status` in bytes.
 fn status(field: &str) -> Option<usize> {
@@ -92,11 +55,11 @@ impl Case {
         let before = reset_peak() as i64 + self.gradient_bytes();
         let start = Instant::now();
         let loss = linear_cross_entropy(&self.hidden, &self.weight, &self.labels, &self.options)?;
-        let forward = PEAK.load(Relaxed) as i64 - before;
+        let forward = peak() as i64 - before;
         reset_peak();
         let gradients = loss.backward()?;
         let seconds = start.elapsed().as_secs_f64();
-        let backward = PEAK.load(Relaxed) as i64 - before;
+        let backward = peak() as i64 - before;
         let beyond = |before: usize| Some(status("VmHWM")? as i64 - before as i64 - self.gradient_bytes());
         let memory = Memory { forward, backward, resident: resident_before.and_then(beyond) };
         drop(gradients);

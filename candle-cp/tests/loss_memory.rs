@@ -2,48 +2,15 @@
 
 use candle_core::{Device, Tensor, Var};
 use candle_cp::{LossOptions, Result, linear_cross_entropy};
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-struct Counting;
-
-static HELD: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-fn grow(bytes: usize) {
-    PEAK.fetch_max(HELD.fetch_add(bytes, Relaxed) + bytes, Relaxed);
-}
-
-// SAFETY: every call goes to the system's allocator unchanged; counting does not allocate.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        grow(layout.size());
-        // SAFETY: the caller's promise is passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        grow(layout.size());
-        // SAFETY: the caller's promise is passed on.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        HELD.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise is passed on.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
+#[path = "common/counting.rs"]
+mod counting;
 
 /// Runs `f` and returns its result with the peak beyond what was held before.
 fn peak<R>(f: impl FnOnce() -> Result<R>) -> Result<(R, usize)> {
-    let before = HELD.load(Relaxed);
-    PEAK.store(before, Relaxed);
+    let before = counting::reset_peak();
     let result = f()?;
-    Ok((result, PEAK.load(Relaxed) - before))
+    Ok((result, counting::peak() - before))
 }
 
 const TOKENS: usize = 512;
@@ -63,10 +30,10 @@ fn peaks(hidden: &Tensor, weight: &Tensor, labelled: bool, factor: f64) -> Resul
     let labels = Tensor::from_vec((0..TOKENS).map(label).collect(), TOKENS, &Device::Cpu)?;
     let options = LossOptions { softcap: Some(30.0), chunk_tokens: Some(CHUNK), ..LossOptions::new(TOKENS as f64) };
     let (loss, forward) = peak(|| linear_cross_entropy(hidden, weight, &labels, &options))?;
-    let before_backward = HELD.load(Relaxed);
+    let before_backward = counting::reset_peak();
     let (gradients, backward) = peak(|| Ok((&loss * factor)?.backward()?))?;
     // Both gradients are there, and the operator has kept no copy of them.
-    let kept = HELD.load(Relaxed).saturating_sub(before_backward);
+    let kept = counting::reset_peak().saturating_sub(before_backward);
     assert!(kept < SLACK, "{kept} bytes more after backward");
     drop(gradients);
     Ok((forward, backward))
