@@ -1,13 +1,12 @@
 //! Ring attention as a Candle operator with a backward pass.
 
 use crate::comm::Communicator;
-use crate::element::{Element, Operand, with_cpu_storage};
+use crate::element::{Element, Operand, dispatch, with_cpu_storage};
 use crate::error::{Error, Result};
 use crate::plan::{AttentionPlan, Edge};
 use crate::ring::{self, Pass, Wire};
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor, WithDType};
 use candle_cp_kernels::{self as kernels, Bounds, Forward, Gradients, Heads, Order, QueryTile, Real};
-use half::{bf16, f16};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -40,7 +39,7 @@ pub(crate) fn ring_attention(
 }
 
 /// `[B, H, S, D]`.
-fn dims4(x: &Tensor, order: Order) -> Result<[usize; 4]> {
+pub(crate) fn dims4(x: &Tensor, order: Order) -> Result<[usize; 4]> {
     let (b, first, second, d) = x.dims4()?;
     Ok(match order {
         Order::HeadsFirst => [b, first, second, d],
@@ -48,7 +47,7 @@ fn dims4(x: &Tensor, order: Order) -> Result<[usize; 4]> {
     })
 }
 
-fn check(plan: &AttentionPlan, q: &Tensor, k: &Tensor, v: &Tensor, order: Order) -> Result<()> {
+pub(crate) fn check(plan: &AttentionPlan, q: &Tensor, k: &Tensor, v: &Tensor, order: Order) -> Result<()> {
     let shapes = format!("q {:?}, k {:?}, v {:?}", q.dims(), k.dims(), v.dims());
     let fail = |allowed: String, fix: &str| Err(Error::argument("q, k, v", shapes.clone(), allowed, fix));
     if q.rank() != 4 || k.rank() != 4 || v.dims() != k.dims() {
@@ -93,30 +92,6 @@ struct RingAttention {
     scale: f64,
     /// `[B, Hkv, S, G]` in the accumulation type, from forward.
     lse: Arc<Mutex<Option<Tensor>>>,
-}
-
-macro_rules! dispatch {
-    ($dtype:expr, $t:ident => $body:expr) => {
-        match $dtype {
-            DType::F32 => {
-                type $t = f32;
-                $body
-            }
-            DType::F64 => {
-                type $t = f64;
-                $body
-            }
-            DType::BF16 => {
-                type $t = bf16;
-                $body
-            }
-            DType::F16 => {
-                type $t = f16;
-                $body
-            }
-            other => candle_core::bail!("attention over {other:?}: checked before"),
-        }
-    };
 }
 
 impl CustomOp3 for RingAttention {
@@ -243,24 +218,6 @@ struct Common<'a, T: Element> {
     scale: T::Acc,
 }
 
-impl<T: Element> Common<'_, T> {
-    fn pack(&self, ranges: &[Range<usize>]) -> Result<Tensor> {
-        let [batch, heads, _, d] = self.keys.dims();
-        let count: usize = ranges.iter().map(Range::len).sum();
-        let mut data = Vec::with_capacity(2 * batch * heads * count * d);
-        for operand in [self.keys.heads(), self.values.heads()] {
-            for b in 0..batch {
-                for h in 0..heads {
-                    for token in ranges.iter().cloned().flatten() {
-                        data.extend_from_slice(operand.token(b, h, token));
-                    }
-                }
-            }
-        }
-        Ok(Tensor::from_vec(data, (2, batch, heads, count, d), &candle_core::Device::Cpu)?)
-    }
-}
-
 /// Hands `f` the keys and values of a chunk `[2, B, Hkv, keys, D]`.
 fn with_chunk<T: Element, R>(chunk: &Tensor, f: impl FnOnce(Heads<T>, Heads<T>, usize) -> R) -> Result<R> {
     let dims = chunk.dims();
@@ -289,7 +246,7 @@ impl<T: Element> ForwardPass<'_, T> {
 
 impl<T: Element> Pass for ForwardPass<'_, T> {
     fn pack(&self, ranges: &[Range<usize>]) -> Result<Tensor> {
-        self.common.pack(ranges)
+        ring::pack(self.common.keys, self.common.values, ranges)
     }
 
     fn own(&mut self, edge: &Edge) -> Result<()> {
@@ -336,7 +293,7 @@ impl<T: Element> BackwardPass<'_, T> {
 
 impl<T: Element> Pass for BackwardPass<'_, T> {
     fn pack(&self, ranges: &[Range<usize>]) -> Result<Tensor> {
-        self.common.pack(ranges)
+        ring::pack(self.common.keys, self.common.values, ranges)
     }
 
     fn own(&mut self, edge: &Edge) -> Result<()> {

@@ -3,6 +3,7 @@
 use crate::attention::ring_attention;
 use crate::comm::{Communicator, Local};
 use crate::error::Result;
+use crate::gathered::{self, GatheredKeys};
 use crate::layout::SequenceLayout;
 use crate::mask::MaskRule;
 use crate::plan::{AttentionPlan, Trim};
@@ -186,5 +187,33 @@ impl CpContext {
     /// As [`CpContext::attend`].
     pub fn attend_bshd(&self, q: &Tensor, k: &Tensor, v: &Tensor, rule: &MaskRule, scale: f64) -> Result<Tensor> {
         Ok(ring_attention(&self.0.comm, &self.plan(rule)?, (q, k, v), Order::TokensFirst, scale)?.0)
+    }
+    /// Sends keys and values `[B, S_local, Hkv, D]` to the ranks that need them under `rule`, and keeps what arrives, so
+    /// that several layers can attend to it with [`CpContext::attend_gathered`]. Backward sends the sum of those layers'
+    /// gradients home. Every rank has to call it, and later to call backward.
+    ///
+    /// Worth its memory for layers that share keys and values: they travel once in each direction instead of once per
+    /// layer.
+    ///
+    /// # Errors
+    /// Shapes or types that do not fit each other or the context; a failing peer.
+    pub fn gather_keys(&self, k_bshd: &Tensor, v_bshd: &Tensor, rule: &MaskRule) -> Result<GatheredKeys> {
+        gathered::gather(&self.0.comm, &self.plan(rule)?, rule, (k_bshd, v_bshd))
+    }
+
+    /// Attention of the local queries `[B, S_local, Hq, D]` over gathered keys and values, under the rule with which they
+    /// were gathered; otherwise as [`CpContext::attend_bshd`], without a word between the ranks.
+    ///
+    /// # Errors
+    /// Queries that do not fit the keys or the context.
+    pub fn attend_gathered(&self, q_bshd: &Tensor, keys: &GatheredKeys, scale: f64) -> Result<Tensor> {
+        gathered::attend(&self.plan(keys.rule())?, q_bshd, keys, scale)
+    }
+
+    /// Whether each local token is real, `[B][S_local]`: `false` for padding, of the batch's rows or of the layout.
+    pub fn real_tokens(&self) -> Vec<Vec<bool>> {
+        let local = self.0.layout.global_indices(self.rank());
+        let real = |row: &Vec<i64>| local.iter().map(|&i| row.get(i).is_some_and(|&document| document >= 0)).collect();
+        self.0.tokens.documents().iter().map(real).collect()
     }
 }

@@ -10,6 +10,32 @@ pub(crate) trait Element: WithDType + kernels::Element<Acc: WithDType> {}
 
 impl<T: WithDType + kernels::Element<Acc: WithDType>> Element for T {}
 
+/// Runs a block with `$t` bound to the type that a [`candle_core::DType`] of queries, keys and values stands for.
+macro_rules! dispatch {
+    ($dtype:expr, $t:ident => $body:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => {
+                type $t = f32;
+                $body
+            }
+            candle_core::DType::F64 => {
+                type $t = f64;
+                $body
+            }
+            candle_core::DType::BF16 => {
+                type $t = half::bf16;
+                $body
+            }
+            candle_core::DType::F16 => {
+                type $t = half::f16;
+                $body
+            }
+            other => candle_core::bail!("attention over {other:?}: checked before"),
+        }
+    };
+}
+pub(crate) use dispatch;
+
 /// A `[B, H, S, D]` operand: borrowed with its strides, or copied where the last dimension is not contiguous.
 pub(crate) struct Operand<'a, T: Clone> {
     data: Cow<'a, [T]>,

@@ -5,9 +5,10 @@
 //! once; a rank holds at most the chunk it works on and the one in flight.
 
 use crate::comm::{Communicator, Expected, Pending, Received, Tag, Traffic};
+use crate::element::{Element, Operand};
 use crate::error::Result;
 use crate::plan::{AttentionPlan, Edge, Hop};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
 /// What travels: shape of keys and values, apart from the number of keys.
@@ -70,12 +71,68 @@ pub(crate) fn run(
     finish_return(returning, pass)
 }
 
-fn finish_return(returning: Option<(&Hop, Box<dyn Pending>)>, pass: &mut impl Pass) -> Result<()> {
-    let Some((hop, posted)) = returning else { return Ok(()) };
-    if let (Some((_, ranges)), Some(Received { tensor, .. })) = (&hop.send, posted.wait()?.as_ref()) {
-        pass.returned(ranges, tensor)?;
+/// The way back alone: `gradients` are those of the chunks that arrived in an earlier [`run`], in the order of the hops;
+/// `returned` gets what comes home.
+pub(crate) fn give_back(
+    comm: &dyn Communicator,
+    plan: &AttentionPlan,
+    wire: Wire,
+    gradients: impl IntoIterator<Item = Result<Tensor>>,
+    mut returned: impl FnMut(&[Range<usize>], &Tensor) -> Result<()>,
+) -> Result<()> {
+    let call = comm.next_call();
+    let ring = Ring { comm, wire, call };
+    let mut gradients = gradients.into_iter();
+    let mut returning: Option<(&Hop, Box<dyn Pending>)> = None;
+    for hop in plan.hops() {
+        let gradient = hop.receive.as_ref().and_then(|_| gradients.next()).transpose()?;
+        let posted = ring.post_return(hop, gradient)?;
+        take_home(returning.replace((hop, posted)), &mut returned)?;
     }
-    Ok(())
+    take_home(returning, &mut returned)
+}
+
+fn finish_return(returning: Option<(&Hop, Box<dyn Pending>)>, pass: &mut impl Pass) -> Result<()> {
+    take_home(returning, |ranges, gradient| pass.returned(ranges, gradient))
+}
+
+fn take_home(
+    returning: Option<(&Hop, Box<dyn Pending>)>,
+    returned: impl FnOnce(&[Range<usize>], &Tensor) -> Result<()>,
+) -> Result<()> {
+    let Some((hop, posted)) = returning else { return Ok(()) };
+    match (&hop.send, posted.wait()?.as_ref()) {
+        (Some((_, ranges)), Some(Received { tensor, .. })) => returned(ranges, tensor),
+        _ => Ok(()),
+    }
+}
+
+/// Keys and values in `ranges`, `[2, B, Hkv, keys, D]`.
+pub(crate) fn pack<T: Element>(keys: &Operand<T>, values: &Operand<T>, ranges: &[Range<usize>]) -> Result<Tensor> {
+    let [batch, heads, _, head_dim] = keys.dims();
+    let count: usize = ranges.iter().map(Range::len).sum();
+    let mut numbers = Vec::with_capacity(2 * batch * heads * count * head_dim);
+    pack_into(&mut numbers, keys, values, ranges);
+    Ok(Tensor::from_vec(numbers, (2, batch, heads, count, head_dim), &Device::Cpu)?)
+}
+
+/// As [`pack`], at the end of `numbers`.
+pub(crate) fn pack_into<T: Element>(
+    numbers: &mut Vec<T>,
+    keys: &Operand<T>,
+    values: &Operand<T>,
+    ranges: &[Range<usize>],
+) {
+    let [batch, heads, ..] = keys.dims();
+    for operand in [keys.heads(), values.heads()] {
+        for b in 0..batch {
+            for h in 0..heads {
+                for token in ranges.iter().cloned().flatten() {
+                    numbers.extend_from_slice(operand.token(b, h, token));
+                }
+            }
+        }
+    }
 }
 
 struct Ring<'a> {
