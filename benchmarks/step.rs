@@ -123,10 +123,10 @@ impl Rank {
         let mark = |marks: &mut Vec<f64>| marks.push(start.elapsed().as_secs_f64());
         let context = context(&self.comm, self.layout, row, &self.layers)?;
         let embeds_bsh = self.model.embed(&Inputs::text(row.input_ids_bs.clone()), &mut ())?;
-        let local_bsh = context.shard(&embeds_bsh, 1)?;
+        let local = self.model.shard(&embeds_bsh, &row.input_ids_bs, &context)?;
         mark(&mut marks);
         let recompute = if self.recompute { Recompute::on() } else { Recompute::off() };
-        let hidden_bsh = self.model.decode_with(&local_bsh, &context, &recompute, &mut ())?;
+        let hidden_bsh = self.model.decode_with(&local, &context, &recompute, &mut ())?;
         mark(&mut marks);
         let labels = context.shard_labels(&row.input_ids_bs)?;
         let loss = self.model.loss(&hidden_bsh, &labels)?;

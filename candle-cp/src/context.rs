@@ -209,11 +209,4 @@ impl CpContext {
     pub fn attend_gathered(&self, q_bshd: &Tensor, keys: &GatheredKeys, scale: f64) -> Result<Tensor> {
         gathered::attend(&self.plan(keys.rule())?, q_bshd, keys, scale)
     }
-
-    /// Whether each local token is real, `[B][S_local]`: `false` for padding, of the batch's rows or of the layout.
-    pub fn real_tokens(&self) -> Vec<Vec<bool>> {
-        let local = self.0.layout.global_indices(self.rank());
-        let real = |row: &Vec<i64>| local.iter().map(|&i| row.get(i).is_some_and(|&document| document >= 0)).collect();
-        self.0.tokens.documents().iter().map(real).collect()
-    }
 }

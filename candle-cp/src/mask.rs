@@ -20,19 +20,24 @@ pub struct TokenAt {
 ///
 /// The window bounds the past, `k > q - window`, as Hugging Face transformers has it; with
 /// [`MaskRule::with_both_sides`] it is `|q - k| < window`, as Google's own code and vLLM have it. The two differ only
-/// inside a group longer than the window. A bidirectional rule drops the last condition.
+/// inside a group longer than the window. With [`MaskRule::with_whole_groups`] the window does not cut a group at all:
+///
+/// `doc[q] == doc[k] >= 0  and  ((in_window and k <= q)  or  group[q] == group[k] >= 0)`
+///
+/// A bidirectional rule drops the condition on order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MaskRule {
     causal: bool,
     window: Option<usize>,
     both_sides: bool,
     groups: bool,
+    whole_groups: bool,
 }
 
 impl MaskRule {
     /// Every key of the document up to the query.
     pub fn causal() -> Self {
-        Self { causal: true, window: None, both_sides: false, groups: false }
+        Self { causal: true, window: None, both_sides: false, groups: false, whole_groups: false }
     }
 
     /// The last `window` keys of the document, the query's own included. 0 is taken as 1: a token sees itself.
@@ -48,6 +53,11 @@ impl MaskRule {
     /// Tokens of the same group also see each other ahead.
     pub fn with_groups(self) -> Self {
         Self { groups: true, ..self }
+    }
+
+    /// Tokens of the same group see each other, however far apart they are.
+    pub fn with_whole_groups(self) -> Self {
+        Self { groups: true, whole_groups: true, ..self }
     }
 
     /// The window bounds what lies ahead as well.
@@ -68,10 +78,9 @@ impl MaskRule {
             distance < window && (!self.both_sides || -distance < window)
         });
         let together = self.groups && q.group >= 0 && q.group == k.group;
-        q.document == k.document
-            && q.document >= 0
-            && in_window
-            && (!self.causal || k.position <= q.position || together)
+        let whole = self.whole_groups && together;
+        let in_order = !self.causal || k.position <= q.position || together;
+        q.document == k.document && q.document >= 0 && (whole || (in_window && in_order))
     }
 
     /// The keys of one query as an interval of positions. They are one because documents and groups are contiguous
@@ -91,6 +100,10 @@ impl MaskRule {
                 end = end.min(position.saturating_add(window));
             }
         }
+        if self.whole_groups {
+            first = first.min(group.start.max(document.start));
+            end = end.max(group.end.min(document.end));
+        }
         Bounds { first, end }
     }
 }
@@ -107,7 +120,10 @@ mod tests {
             group: if (3..8).contains(&p) { 0 } else { -1 },
         };
         let base = [MaskRule::causal(), MaskRule::bidirectional(), MaskRule::sliding(1), MaskRule::sliding(3)];
-        let rules = base.into_iter().flat_map(|r| [r, r.with_groups()]).flat_map(|r| [r, r.with_both_sides()]);
+        let rules = base
+            .into_iter()
+            .flat_map(|r| [r, r.with_groups(), r.with_whole_groups()])
+            .flat_map(|r| [r, r.with_both_sides()]);
         for rule in rules {
             for q in 0..20 {
                 let document = if q < 9 { 0..9 } else { 9..20 };

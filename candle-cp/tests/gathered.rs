@@ -86,6 +86,7 @@ fn cases() -> Vec<Case> {
     let rule = Rule::sliding(9).with_groups();
     vec![
         Case::row(long.clone(), block(301, &[100..140]), Rule::sliding(40).with_groups()),
+        Case::row(long.clone(), block(301, &[100..140]), Rule::sliding(20).with_whole_groups()),
         Case::row(long, vec![-1; 301], Rule::CAUSAL),
         Case { documents: batch, groups, ..Case::plain(61, rule) },
         Case { key_heads: 1, group: 3, ..Case::plain(5, Rule::CAUSAL) },

@@ -257,6 +257,7 @@ fn every_window_up_to_longer_than_the_row() {
         for rule in [
             Rule::sliding(window),
             Rule::sliding(window).with_groups(),
+            Rule::sliding(window).with_whole_groups(),
             Rule::sliding(window).with_both_sides().with_groups(),
         ] {
             assert_every_layout(&one_document(12, &[3..8], rule), &[3]);
@@ -269,8 +270,9 @@ fn the_rule_for_one_pair_is_the_reference_rule() {
     let (ids, groups) = (documents(&[6, 9, 5]), block(20, &[2..5, 4..10, 13..18]));
     let all = Tokens::new(vec![ids.clone()], vec![groups.clone()]).unwrap();
     for window in [None, Some(0), Some(1), Some(3), Some(100), Some(usize::MAX)] {
-        for (both_sides, grouped) in [(false, false), (false, true), (true, false), (true, true)] {
-            let rule = Rule { causal: true, window, both_sides, groups: grouped };
+        for (both_sides, grouped) in (0..6).map(|i| (i % 2 == 1, i / 2)) {
+            let (causal, whole_groups) = (true, grouped == 2);
+            let rule = Rule { causal, window, both_sides, groups: grouped > 0, whole_groups };
             let mask: MaskRule = mask_rule(&rule);
             for (q, k) in (0..20).flat_map(|q| (0..20).map(move |k| (q, k))) {
                 let expected = common::dense::allowed(&rule, &ids, &groups, q, k);

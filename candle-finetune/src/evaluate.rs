@@ -63,8 +63,9 @@ pub fn evaluate(trainer: &Trainer, batches: &[Batch]) -> Result<Scores> {
 fn add_local(trainer: &Trainer, batch: &Batch, scores: &mut Scores) -> Result<()> {
     let (model, device) = (trainer.model(), Device::Cpu);
     let context = trainer.context(batch)?;
-    let embeds_bsh = model.embed(&batch.inputs(&trainer.job().model, DType::F32, &device)?, &mut ())?;
-    let hidden_bsh = model.decode(&context.shard(&embeds_bsh, 1)?, &context, &mut ())?.detach();
+    let inputs = batch.inputs(&trainer.job().model, DType::F32, &device)?;
+    let local = model.shard(&model.embed(&inputs, &mut ())?, &inputs.input_ids_bs, &context)?;
+    let hidden_bsh = model.decode(&local, &context, &mut ())?.detach();
     let labels = context.shard_labels(&batch.labels_bs(&device)?)?;
     // Parts sit on the same tokens as labels, so the same shift applies.
     let parts = context.shard_labels(&batch.parts_bs(&device)?)?.labels_bs.flatten_all()?.to_vec1::<i64>()?;

@@ -114,9 +114,9 @@ impl<'a> Trainer<'a> {
         labels: &ShardedLabels,
     ) -> Result<(Tensor, Gradients)> {
         let recompute = if self.config.recompute { Recompute::on() } else { Recompute::off() };
-        let embeds_bsh = self.model.embed(&batch.inputs(&self.job.model, DType::F32, &Device::Cpu)?, &mut ())?;
-        let local_bsh = context.shard(&embeds_bsh, 1)?;
-        let hidden_bsh = self.model.decode_with(&local_bsh, context, &recompute, &mut ())?;
+        let inputs = batch.inputs(&self.job.model, DType::F32, &Device::Cpu)?;
+        let local = self.model.shard(&self.model.embed(&inputs, &mut ())?, &inputs.input_ids_bs, context)?;
+        let hidden_bsh = self.model.decode_with(&local, context, &recompute, &mut ())?;
         let loss = self.model.loss(&hidden_bsh, labels)?;
         let gradients = Gradients::collect(&recompute.backward(&loss)?, self.weights.variables())?;
         Ok((loss.detach().to_dtype(DType::F64)?, gradients))

@@ -45,8 +45,7 @@ impl Embedding {
     pub(crate) fn new(config: &Config, weights: &Weights) -> Result<Self> {
         let (vocab, hidden) = (config.text.vocab_size, config.text.hidden_size);
         let table_vh = weights.get(&names::embed_tokens(config), &[vocab, hidden])?;
-        let scale = Tensor::new((hidden as f64).sqrt(), &Device::Cpu)?.to_dtype(table_vh.dtype())?;
-        let scale = scale.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+        let scale = embedding_scale(hidden, table_vh.dtype())?;
         Ok(Self { table_vh, scale, config: config.clone() })
     }
 
@@ -130,6 +129,12 @@ impl Embedding {
         let places: Vec<u32> = plan.sources.iter().map(place).collect();
         Ok(Tensor::cat(&parts, 0)?.index_select(&Tensor::new(places, device)?, 0)?)
     }
+}
+
+/// sqrt(width), rounded to the type of a table whose rows it multiplies.
+pub(crate) fn embedding_scale(width: usize, dtype: DType) -> Result<f64> {
+    let scale = Tensor::new((width as f64).sqrt(), &Device::Cpu)?.to_dtype(dtype)?;
+    Ok(scale.to_dtype(DType::F64)?.to_scalar::<f64>()?)
 }
 
 impl Plan {

@@ -1,9 +1,9 @@
 //! The transformer layer that the decoder and the vision tower share: norms before and after each half.
 
 use candle_core::Tensor;
-use candle_cp::{CpContext, MaskRule};
+use candle_cp::{CpContext, GatheredKeys, MaskRule};
 
-use crate::attention::Attention;
+use crate::attention::{Attention, Keys};
 use crate::config::{LayerConfig, TextConfig, VisionConfig};
 use crate::error::Result;
 use crate::linear::Linear;
@@ -35,6 +35,8 @@ pub(crate) struct LayerShape {
     key_heads: usize,
     head_dim: usize,
     keys_are_values: bool,
+    /// Keys and values are those of an earlier layer.
+    reads_keys: bool,
     bias: bool,
     eps: f64,
     rule: MaskRule,
@@ -46,11 +48,12 @@ impl LayerShape {
             prefix,
             suffix: "weight",
             hidden: text.hidden_size,
-            mlp_width: text.intermediate_size,
+            mlp_width: layer.intermediate_size,
             heads: text.num_attention_heads,
             key_heads: layer.num_key_value_heads,
             head_dim: layer.head_dim,
             keys_are_values: layer.keys_are_values,
+            reads_keys: layer.keys_of.is_some(),
             bias: text.attention_bias,
             eps: text.rms_norm_eps,
             rule,
@@ -67,6 +70,7 @@ impl LayerShape {
             key_heads: vision.num_key_value_heads,
             head_dim: vision.head_dim,
             keys_are_values: false,
+            reads_keys: false,
             bias: false,
             eps: vision.rms_norm_eps,
             rule: MaskRule::bidirectional(),
@@ -89,21 +93,30 @@ impl LayerShape {
     }
 
     fn attention(&self, weights: &Weights) -> Result<Attention> {
-        let (query_width, key_width) = (self.heads * self.head_dim, self.key_heads * self.head_dim);
-        let value = match self.keys_are_values {
-            true => None,
-            false => Some(self.projection(weights, "self_attn.v_proj", key_width, self.hidden)?),
-        };
+        let query_width = self.heads * self.head_dim;
         Ok(Attention {
             query: self.projection(weights, "self_attn.q_proj", query_width, self.hidden)?,
-            key: self.projection(weights, "self_attn.k_proj", key_width, self.hidden)?,
-            value,
+            keys: match self.reads_keys {
+                true => None,
+                false => Some(self.keys(weights)?),
+            },
             output: self.projection(weights, "self_attn.o_proj", self.hidden, query_width)?,
             query_norm: self.norm(weights, "self_attn.q_norm", self.head_dim)?,
-            key_norm: self.norm(weights, "self_attn.k_norm", self.head_dim)?,
-            value_norm: RmsNorm { weight: None, eps: self.eps },
             head_dim: self.head_dim,
             rule: self.rule,
+        })
+    }
+
+    fn keys(&self, weights: &Weights) -> Result<Keys> {
+        let key_width = self.key_heads * self.head_dim;
+        Ok(Keys {
+            key: self.projection(weights, "self_attn.k_proj", key_width, self.hidden)?,
+            value: match self.keys_are_values {
+                true => None,
+                false => Some(self.projection(weights, "self_attn.v_proj", key_width, self.hidden)?),
+            },
+            key_norm: self.norm(weights, "self_attn.k_norm", self.head_dim)?,
+            value_norm: RmsNorm { weight: None, eps: self.eps },
         })
     }
 }
@@ -139,10 +152,40 @@ impl Layer {
         Ok([query, key, value])
     }
 
+    /// What its queries may see.
+    pub(crate) fn rule(&self) -> &MaskRule {
+        &self.attention.rule
+    }
+
+    /// Queries alone, for a layer whose keys and values were gathered.
+    pub(crate) fn queries(&self, x_bsw: &Tensor, rope: &Rope) -> Result<Tensor> {
+        self.attention.queries(&self.input_norm.forward(x_bsw)?, rope)
+    }
+
+    /// Keys and values alone, stacked: `[2, batch, local tokens, key heads, head size]`.
+    pub(crate) fn stacked_keys_values(&self, x_bsw: &Tensor, rope: &Rope) -> Result<Tensor> {
+        let (key, value) = self.attention.keys_values(&self.input_norm.forward(x_bsw)?, rope)?;
+        Ok(Tensor::stack(&[key, value], 0)?)
+    }
+
     /// The first half: attention, added to its input.
     pub(crate) fn attend(&self, x_bsw: &Tensor, qkv_bshd: [&Tensor; 3], context: &CpContext) -> Result<Tensor> {
-        let attended = self.attention.forward(qkv_bshd, context)?;
-        Ok((x_bsw + self.post_attention_norm.forward(&attended)?)?)
+        self.add_attended(x_bsw, &self.attention.forward(qkv_bshd, context)?)
+    }
+
+    /// The first half over keys and values that have travelled before.
+    pub(crate) fn attend_gathered(
+        &self,
+        x_bsw: &Tensor,
+        q_bshd: &Tensor,
+        keys: &GatheredKeys,
+        context: &CpContext,
+    ) -> Result<Tensor> {
+        self.add_attended(x_bsw, &self.attention.forward_gathered(q_bshd, keys, context)?)
+    }
+
+    fn add_attended(&self, x_bsw: &Tensor, attended_bsw: &Tensor) -> Result<Tensor> {
+        Ok((x_bsw + self.post_attention_norm.forward(attended_bsw)?)?)
     }
 
     /// The second half: the MLP, added to its input.

@@ -20,7 +20,8 @@
 //! let ids = Tensor::new(&[[2u32, 300, 301, 302]], &Device::Cpu)?;
 //! let context = CpContext::single(Tokens::single_document(1, 4))?; // one rank; `CpContext::new` for more
 //! let embeds = model.embed(&Inputs::text(ids.clone()), &mut ())?;
-//! let hidden = model.decode(&context.shard(&embeds, 1)?, &context, &mut ())?;
+//! let local = model.shard(&embeds, &ids, &context)?;
+//! let hidden = model.decode(&local, &context, &mut ())?;
 //! let labels = context.shard_labels(&ids.to_dtype(DType::I64)?)?;
 //! let gradients = model.loss(&hidden, &labels)?.backward()?;
 //! # Ok(())
@@ -39,7 +40,9 @@ mod mlp;
 mod model;
 mod names;
 mod norm;
+mod patch_embedder;
 mod patches;
+mod per_layer;
 mod random;
 mod recompute;
 mod rope;
@@ -48,11 +51,11 @@ mod vision;
 mod weights;
 
 pub use config::{
-    Architecture, CONFIG_FILE, Config, LayerConfig, LayerKind, RopeConfig, RopeKind, TextConfig, VisionConfig,
-    vision_groups,
+    Architecture, CONFIG_FILE, Config, LayerConfig, LayerKind, MoeConfig, PatchEmbedderConfig, PerLayerConfig,
+    RopeConfig, RopeKind, TextConfig, VisionConfig, vision_groups,
 };
 pub use error::{Error, Result};
-pub use model::{Inputs, Model};
+pub use model::{Inputs, LocalInputs, Model};
 pub use names::{Role, TensorSpec, tensors};
 pub use recompute::Recompute;
 pub use tap::Tap;

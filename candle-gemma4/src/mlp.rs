@@ -19,7 +19,8 @@ impl Mlp {
     }
 }
 
-fn gelu_gate(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+/// `gelu_tanh(gate) * up`.
+pub(crate) fn gelu_gate(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     match fused::applies(gate) {
         true => fused::gelu_gate(gate, up),
         false => composed_gelu_gate(gate, up),

@@ -1,6 +1,6 @@
 //! The model: embeddings of the full sequence, the decoder on a rank's slice, head and loss.
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candle_cp::{CpContext, LossOptions, ShardedLabels, linear_cross_entropy};
 
 use crate::config::Config;
@@ -9,6 +9,7 @@ use crate::embed::Embedding;
 use crate::error::{Error, Result};
 use crate::names;
 use crate::norm::wide;
+use crate::patch_embedder::PatchEmbedder;
 use crate::recompute::Recompute;
 use crate::tap::Tap;
 use crate::vision::{Features, VisionTower};
@@ -33,6 +34,24 @@ impl Inputs {
     }
 }
 
+/// What a rank's decoder works on: its slice of the batch.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct LocalInputs {
+    /// Merged embeddings `[batch, local tokens, hidden]`.
+    pub embeds_bsh: Tensor,
+    /// Token ids `[batch, local tokens]`, i64, -1 beyond the end of the batch. Only models with per-layer embeddings
+    /// have them.
+    pub ids_bs: Option<Tensor>,
+}
+
+impl LocalInputs {
+    /// For a model whose decoder reads no ids.
+    pub fn new(embeds_bsh: Tensor) -> Self {
+        Self { embeds_bsh, ids_bs: None }
+    }
+}
+
 /// Gemma 4.
 ///
 /// It shares storage with the [`Weights`] it was made from: values that an optimizer sets on their variables take
@@ -40,10 +59,28 @@ impl Inputs {
 #[derive(Debug, Clone)]
 pub struct Model {
     embedding: Embedding,
-    vision: Option<VisionTower>,
+    vision: Option<Vision>,
     decoder: Decoder,
     head_vh: Tensor,
     softcap: Option<f64>,
+}
+
+/// How images become features.
+#[derive(Debug, Clone)]
+enum Vision {
+    Tower(VisionTower),
+    Patches(PatchEmbedder),
+}
+
+impl Vision {
+    /// `None` for a model that takes no images.
+    fn new(config: &Config, weights: &Weights) -> Result<Option<Self>> {
+        Ok(match (&config.vision, &config.patch_embedder) {
+            (Some(vision), _) => Some(Self::Tower(VisionTower::new(config, vision, weights)?)),
+            (_, Some(embedder)) => Some(Self::Patches(PatchEmbedder::new(config, embedder, weights)?)),
+            (None, None) => None,
+        })
+    }
 }
 
 impl Model {
@@ -57,9 +94,8 @@ impl Model {
             true => embedding.table_vh.clone(),
             false => weights.get(names::LM_HEAD, &[config.text.vocab_size, config.text.hidden_size])?,
         };
-        let vision = config.vision.as_ref();
         Ok(Self {
-            vision: vision.map(|vision| VisionTower::new(config, vision, weights)).transpose()?,
+            vision: Vision::new(config, weights)?,
             decoder: Decoder::new(config, weights)?,
             embedding,
             head_vh,
@@ -79,12 +115,25 @@ impl Model {
         Ok(embeds_bsh)
     }
 
-    /// Hidden states of a rank's slice of the embeddings, `[batch, local tokens, hidden]`, after the final norm.
+    /// This rank's slice of the full-sequence embeddings, and of the token ids `[batch, tokens]` where the decoder looks
+    /// them up once more (per-layer embeddings): no rank ever holds the full row of that table's output.
+    ///
+    /// # Errors
+    /// Another number of tokens than the context's batch.
+    pub fn shard(&self, embeds_bsh: &Tensor, input_ids_bs: &Tensor, context: &CpContext) -> Result<LocalInputs> {
+        let ids_bs = match self.decoder.reads_ids() {
+            true => Some(context.shard_fill(&input_ids_bs.to_dtype(DType::I64)?, 1, -1.0)?),
+            false => None,
+        };
+        Ok(LocalInputs { embeds_bsh: context.shard(embeds_bsh, 1)?, ids_bs })
+    }
+
+    /// Hidden states of a rank's slice, `[batch, local tokens, hidden]`, after the final norm.
     ///
     /// # Errors
     /// The slice does not fit the context, or an exchange with another rank failed.
-    pub fn decode(&self, local_bsh: &Tensor, context: &CpContext, tap: &mut dyn Tap) -> Result<Tensor> {
-        self.decode_with(local_bsh, context, &Recompute::off(), tap)
+    pub fn decode(&self, local: &LocalInputs, context: &CpContext, tap: &mut dyn Tap) -> Result<Tensor> {
+        self.decode_with(local, context, &Recompute::off(), tap)
     }
 
     /// As [`Model::decode`]; with `recompute` on, each layer keeps its input only and runs again in backward, which is
@@ -95,12 +144,12 @@ impl Model {
     /// As [`Model::decode`].
     pub fn decode_with(
         &self,
-        local_bsh: &Tensor,
+        local: &LocalInputs,
         context: &CpContext,
         recompute: &Recompute,
         tap: &mut dyn Tap,
     ) -> Result<Tensor> {
-        self.decoder.forward(local_bsh, context, recompute, tap)
+        self.decoder.forward(local, context, recompute, tap)
     }
 
     /// The head's matrix `[vocabulary, hidden]`; the embedding table itself if they are tied.
@@ -173,7 +222,8 @@ impl Model {
             return Ok(None);
         }
         match &self.vision {
-            Some(tower) => Ok(Some(tower.forward(pixel_values, position_ids, tap)?)),
+            Some(Vision::Tower(tower)) => Ok(Some(tower.forward(pixel_values, position_ids, tap)?)),
+            Some(Vision::Patches(embedder)) => Ok(Some(embedder.forward(pixel_values, position_ids, tap)?)),
             None => Err(wrong("pixel_values", "images", "none: this model has no vision_config")),
         }
     }

@@ -1,25 +1,45 @@
 //! The one table of a model's tensors: name in a checkpoint, shape, and what it is.
 
-use crate::config::{Architecture, Config, LayerConfig, TextConfig, VisionConfig};
+use crate::config::{Architecture, Config, LayerConfig, PatchEmbedderConfig, TextConfig, VisionConfig};
 
 pub(crate) const LM_HEAD: &str = "lm_head.weight";
 pub(crate) const VISION_PROJECTION: &str = "model.embed_vision.embedding_projection.weight";
 pub(crate) const PATCH_PROJECTION: &str = "model.vision_tower.patch_embedder.input_proj.weight";
 pub(crate) const POSITION_TABLE: &str = "model.vision_tower.patch_embedder.position_embedding_table";
+/// Prefix of what a unified model has in the place of a vision tower.
+pub(crate) const PATCH_EMBEDDER: &str = "model.vision_embedder";
+pub(crate) const PER_LAYER_GATE: &str = "per_layer_input_gate";
+pub(crate) const PER_LAYER_PROJECTION: &str = "per_layer_projection";
+pub(crate) const POST_PER_LAYER_NORM: &str = "post_per_layer_input_norm";
 pub(crate) const STD_BIAS: &str = "model.vision_tower.std_bias";
 pub(crate) const STD_SCALE: &str = "model.vision_tower.std_scale";
 
 /// Prefix of the text model's tensors.
 fn text_prefix(config: &Config) -> &'static str {
     match config.architecture {
-        Architecture::Multimodal => "model.language_model",
-        Architecture::TextOnly => "model",
+        Architecture::Multimodal | Architecture::Unified => "model.language_model",
+        Architecture::TextOnly | Architecture::UnifiedTextOnly => "model",
     }
 }
 
 /// The embedding table.
 pub(crate) fn embed_tokens(config: &Config) -> String {
     format!("{}.embed_tokens.weight", text_prefix(config))
+}
+
+/// The table of per-layer embeddings.
+pub(crate) fn embed_tokens_per_layer(config: &Config) -> String {
+    format!("{}.embed_tokens_per_layer.weight", text_prefix(config))
+}
+
+/// The projection of merged embeddings to those of all layers.
+pub(crate) fn per_layer_projection(config: &Config) -> String {
+    format!("{}.per_layer_model_projection.weight", text_prefix(config))
+}
+
+/// The norm over a layer's part of that projection.
+pub(crate) fn per_layer_norm(config: &Config) -> String {
+    format!("{}.per_layer_projection_norm.weight", text_prefix(config))
 }
 
 /// The weight of the norm after the last decoder layer.
@@ -87,6 +107,12 @@ pub fn tensors(config: &Config) -> Vec<TensorSpec> {
     if !config.tie_word_embeddings {
         table.matrix(LM_HEAD, &[text.vocab_size, text.hidden_size]);
     }
+    if let Some(per_layer) = &text.per_layer {
+        let total = text.layers.len() * per_layer.width;
+        table.matrix(embed_tokens_per_layer(config), &[per_layer.vocab_size, total]);
+        table.matrix(per_layer_projection(config), &[total, text.hidden_size]);
+        table.push(per_layer_norm(config), &[per_layer.width], Role::Norm);
+    }
     for (index, layer) in text.layers.iter().enumerate() {
         table.decoder_layer(&text_layer(config, index), text, layer);
     }
@@ -95,6 +121,11 @@ pub fn tensors(config: &Config) -> Vec<TensorSpec> {
         table.range = vision.initializer_range;
         table.vision_tower(vision);
         table.matrix(VISION_PROJECTION, &[text.hidden_size, vision.hidden_size]);
+    }
+    if let Some(embedder) = &config.patch_embedder {
+        table.range = embedder.initializer_range;
+        table.patch_embedder(embedder);
+        table.matrix(VISION_PROJECTION, &[text.hidden_size, embedder.width]);
     }
     table.specs
 }
@@ -118,19 +149,30 @@ impl Table {
         let hidden = text.hidden_size;
         let query_width = text.num_attention_heads * layer.head_dim;
         let key_width = layer.num_key_value_heads * layer.head_dim;
-        let mut projections = vec![("q_proj", query_width, hidden), ("k_proj", key_width, hidden)];
-        if !layer.keys_are_values {
-            projections.push(("v_proj", key_width, hidden));
+        let mut projections = vec![("q_proj", query_width, hidden), ("o_proj", hidden, query_width)];
+        if layer.keys_of.is_none() {
+            projections.push(("k_proj", key_width, hidden));
+            if !layer.keys_are_values {
+                projections.push(("v_proj", key_width, hidden));
+            }
         }
-        projections.push(("o_proj", hidden, query_width));
         for (name, outputs, inputs) in projections {
             self.matrix(format!("{prefix}.self_attn.{name}.weight"), &[outputs, inputs]);
             if text.attention_bias {
                 self.push(format!("{prefix}.self_attn.{name}.bias"), &[outputs], Role::Bias);
             }
         }
-        self.mlp(prefix, "weight", hidden, text.intermediate_size);
-        self.norms(prefix, hidden, layer.head_dim);
+        self.mlp(prefix, "weight", hidden, layer.intermediate_size);
+        self.norms(prefix, hidden);
+        self.push(format!("{prefix}.self_attn.q_norm.weight"), &[layer.head_dim], Role::HeadNorm);
+        if layer.keys_of.is_none() {
+            self.push(format!("{prefix}.self_attn.k_norm.weight"), &[layer.head_dim], Role::HeadNorm);
+        }
+        if let Some(per_layer) = &text.per_layer {
+            self.matrix(format!("{prefix}.{PER_LAYER_GATE}.weight"), &[per_layer.width, hidden]);
+            self.matrix(format!("{prefix}.{PER_LAYER_PROJECTION}.weight"), &[hidden, per_layer.width]);
+            self.push(format!("{prefix}.{POST_PER_LAYER_NORM}.weight"), &[hidden], Role::Norm);
+        }
         self.push(format!("{prefix}.layer_scalar"), &[1], Role::Buffer { fresh: 1.0 });
     }
 
@@ -151,11 +193,26 @@ impl Table {
                 self.matrix(format!("{prefix}.self_attn.{name}.linear.weight"), &[outputs, inputs]);
             }
             self.mlp(&prefix, "linear.weight", hidden, vision.intermediate_size);
-            self.norms(&prefix, hidden, vision.head_dim);
+            self.norms(&prefix, hidden);
+            for name in ["q_norm", "k_norm"] {
+                self.push(format!("{prefix}.self_attn.{name}.weight"), &[vision.head_dim], Role::HeadNorm);
+            }
         }
         if vision.standardize {
             self.push(STD_BIAS, &[hidden], Role::Buffer { fresh: 0.0 });
             self.push(STD_SCALE, &[hidden], Role::Buffer { fresh: 1.0 });
+        }
+    }
+
+    fn patch_embedder(&mut self, embedder: &PatchEmbedderConfig) {
+        let (width, patch_len) = (embedder.width, embedder.patch_len());
+        let name = |part: &str| format!("{PATCH_EMBEDDER}.{part}");
+        self.matrix(name("patch_dense.weight"), &[width, patch_len]);
+        self.push(name("patch_dense.bias"), &[width], Role::Bias);
+        self.matrix(name("pos_embedding"), &[embedder.position_embedding_size, 2, width]);
+        for (norm, width) in [("patch_ln1", patch_len), ("patch_ln2", width), ("pos_norm", width)] {
+            self.push(name(&format!("{norm}.weight")), &[width], Role::Norm);
+            self.push(name(&format!("{norm}.bias")), &[width], Role::Bias);
         }
     }
 
@@ -165,14 +222,11 @@ impl Table {
         self.matrix(format!("{prefix}.mlp.down_proj.{suffix}"), &[hidden, width]);
     }
 
-    fn norms(&mut self, prefix: &str, hidden: usize, head_dim: usize) {
+    fn norms(&mut self, prefix: &str, hidden: usize) {
         for name in
             ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
         {
             self.push(format!("{prefix}.{name}.weight"), &[hidden], Role::Norm);
-        }
-        for name in ["q_norm", "k_norm"] {
-            self.push(format!("{prefix}.self_attn.{name}.weight"), &[head_dim], Role::HeadNorm);
         }
     }
 }

@@ -25,40 +25,41 @@ impl Patches {
     /// Reads `image_position_ids [images, patches, 2]`.
     pub(crate) fn read(position_ids: &Tensor, vision: &VisionConfig) -> Result<Self> {
         let (_, per_image, _) = position_ids.dims3()?;
-        let flat = position_ids.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
-        let mut patches = Self { per_image, positions: Vec::new(), pooled: Vec::new(), soft_tokens: Vec::new() };
-        for (image, pairs) in flat.chunks(2 * per_image).enumerate() {
-            let pairs: Vec<(i64, i64)> = pairs.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect();
-            patches.push_image(&pairs, vision).map_err(|reason| Error::PatchGrid { image, reason })?;
+        let limit = vision.position_embedding_size;
+        let positions = read_positions(position_ids, limit, "vision_config.position_embedding_size")?;
+        let (mut pooled, mut soft_tokens) = (Vec::new(), Vec::new());
+        for (image, of_image) in positions.chunks(per_image).enumerate() {
+            let cells = pool(of_image, vision.pooling_kernel_size);
+            let cells = cells.map_err(|reason| Error::PatchGrid { image, reason })?;
+            let first = (image * per_image) as u32;
+            pooled.extend(cells.iter().flatten().map(|place| first + place));
+            soft_tokens.push(cells.len());
         }
-        Ok(patches)
+        Ok(Self { per_image, positions, pooled, soft_tokens })
     }
+}
 
-    fn push_image(&mut self, pairs: &[(i64, i64)], vision: &VisionConfig) -> std::result::Result<(), String> {
-        let first = self.positions.len() as u32;
-        for (place, &(x, y)) in pairs.iter().enumerate() {
-            let limit = vision.position_embedding_size;
-            let inside = |at: i64| u32::try_from(at).ok().filter(|&at| (at as usize) < limit);
-            self.positions.push(match (inside(x), inside(y)) {
-                _ if (x, y) == PADDING => None,
-                (Some(x), Some(y)) => Some((x, y)),
-                _ => {
-                    return Err(format!(
-                        "patch {place} is at ({x}, {y}); both must be from 0 to {} \
-                         (vision_config.position_embedding_size), or -1 for padding",
-                        limit - 1
-                    ));
-                }
-            });
-        }
-        let k = vision.pooling_kernel_size;
-        let cells = pool(&self.positions[first as usize..], k)?;
-        for cell in &cells {
-            self.pooled.extend(cell.iter().map(|place| first + place));
-        }
-        self.soft_tokens.push(cells.len());
-        Ok(())
-    }
+/// `(x, y)` of every patch of `[images, patches, 2]`, image by image; `None` for padding. `setting` is the field of the
+/// configuration that `limit` is from.
+pub(crate) fn read_positions(position_ids: &Tensor, limit: usize, setting: &str) -> Result<Vec<Option<(u32, u32)>>> {
+    let (_, per_image, _) = position_ids.dims3()?;
+    let flat = position_ids.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
+    let inside = |at: i64| u32::try_from(at).ok().filter(|&at| (at as usize) < limit);
+    let read = |(index, pair): (usize, &[i64])| match (pair[0], pair[1]) {
+        PADDING => Ok(None),
+        (x, y) => match (inside(x), inside(y)) {
+            (Some(x), Some(y)) => Ok(Some((x, y))),
+            _ => Err(Error::PatchGrid {
+                image: index / per_image,
+                reason: format!(
+                    "patch {} is at ({x}, {y}); both must be from 0 to {} ({setting}), or -1 for padding",
+                    index % per_image,
+                    limit - 1
+                ),
+            }),
+        },
+    };
+    flat.chunks_exact(2).enumerate().map(read).collect()
 }
 
 /// Places of the patches of every `k` x `k` cell, cells row by row. The patches must fill a grid, each place once.

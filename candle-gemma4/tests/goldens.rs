@@ -49,6 +49,15 @@ fn packed_documents() {
     assert_golden(&checkpoint(), &golden("case4_packed"), Some(&golden("case4_packed.grads")));
 }
 
+/// No tower: patches go through norms and projections.
+#[test]
+fn unified_images() {
+    let golden = |name: &str| fixture("gemma4-unified/goldens").join(format!("{name}.safetensors"));
+    let model = fixture("gemma4-unified/checkpoint");
+    assert_golden(&model, &golden("case2_images"), Some(&golden("case2_images.grads")));
+    assert_golden(&model, &golden("case4_packed"), None);
+}
+
 /// Biases, an untied head, no soft cap, causal images, other constants everywhere.
 #[test]
 fn unusual_settings() {

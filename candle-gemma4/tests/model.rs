@@ -4,7 +4,7 @@ mod support;
 
 use candle_core::{DType, Device, IndexOp, Tensor};
 use candle_cp::{CpContext, Tokens};
-use candle_gemma4::{Config, Error, Inputs, Model, Weights};
+use candle_gemma4::{Config, Error, Inputs, LocalInputs, Model, Weights};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use support::{Case, checkpoint, difference, edited_config, fixture, largest, run};
 
@@ -50,7 +50,7 @@ fn a_slice_that_does_not_fit_the_context_is_refused() {
     let model = Model::new(&config, &weights).unwrap();
     let context = CpContext::single(Tokens::single_document(1, 4)).unwrap();
     let wrong = Tensor::zeros((1, 5, 32), DType::F32, &Device::Cpu).unwrap();
-    let error = model.decode(&wrong, &context, &mut ()).unwrap_err();
+    let error = model.decode(&LocalInputs::new(wrong), &context, &mut ()).unwrap_err();
     assert!(matches!(error, Error::Input { name: "decoder embeddings", .. }));
     let message = error.to_string();
     assert!(message.contains("found [1, 5, 32]; expected [1, 4, 32] = [batch, tokens of this rank"), "{message}");
@@ -124,7 +124,7 @@ fn fresh_weights_learn() {
     let mut losses = Vec::new();
     for _ in 0..40 {
         let embeds = model.embed(&inputs, &mut ()).unwrap();
-        let hidden = model.decode(&embeds, &context, &mut ()).unwrap();
+        let hidden = model.decode(&LocalInputs::new(embeds), &context, &mut ()).unwrap();
         let loss = model.loss(&hidden, &labels).unwrap();
         losses.push(loss.to_scalar::<f32>().unwrap());
         optimizer.backward_step(&loss).unwrap();

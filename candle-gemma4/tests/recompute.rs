@@ -8,7 +8,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use candle_cp::comm::threads;
 use candle_cp::{Communicator, CpContext, LayoutKind};
-use candle_gemma4::{Config, Error, Model, Recompute, Weights};
+use candle_gemma4::{Config, Error, LocalInputs, Model, Recompute, Weights};
 use support::{Case, checkpoint, fixture};
 
 fn images() -> Case {
@@ -32,7 +32,7 @@ fn load(dtype: DType) -> (Weights, Model) {
 fn loss(model: &Model, case: &Case, context: &CpContext, recompute: &Recompute, frozen: bool) -> Tensor {
     let embeds = model.embed(&case.inputs(), &mut ()).unwrap();
     let embeds = if frozen { embeds.detach() } else { embeds };
-    let local = context.shard(&embeds, 1).unwrap();
+    let local = model.shard(&embeds, case.get("input.input_ids"), context).unwrap();
     let hidden = model.decode_with(&local, context, recompute, &mut ()).unwrap();
     model.loss(&hidden, &context.shard_labels(case.get("input.labels")).unwrap()).unwrap()
 }
@@ -103,7 +103,7 @@ fn only_inputs_of_layers_are_kept() {
     let held = |recompute: Recompute| {
         let context = case.context();
         let embeds = model.embed(&case.inputs(), &mut ()).unwrap().detach();
-        let hidden = model.decode_with(&embeds, &context, &recompute, &mut ()).unwrap();
+        let hidden = model.decode_with(&LocalInputs::new(embeds.clone()), &context, &recompute, &mut ()).unwrap();
         let nodes = hidden.sorted_nodes();
         (nodes.iter().filter(|node| !node.is_variable()).map(|node| node.elem_count()).sum::<usize>(), embeds)
     };

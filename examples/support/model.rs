@@ -166,7 +166,8 @@ impl RankRun<'_> {
         // Candle keeps gradients of variables only, so zeros are added that receive the gradient of the embeddings.
         let probe = Var::zeros(embeds.shape(), embeds.dtype(), embeds.device())?;
         let embeds = (embeds + probe.as_tensor())?;
-        let hidden = model.decode(&context.shard(&embeds, 1)?, &context, &mut local)?;
+        let hidden =
+            model.decode(&model.shard(&embeds, &self.batch.inputs.input_ids_bs, &context)?, &context, &mut local)?;
         local.insert("out.logits".into(), model.logits(&hidden.detach())?);
         local.insert("input.position_ids".into(), context.positions(embeds.device())?);
 

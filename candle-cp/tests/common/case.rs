@@ -10,10 +10,12 @@ pub struct Rule {
     pub window: Option<usize>,
     pub both_sides: bool,
     pub groups: bool,
+    /// The window does not cut groups.
+    pub whole_groups: bool,
 }
 
 impl Rule {
-    pub const CAUSAL: Self = Self { causal: true, window: None, both_sides: false, groups: false };
+    pub const CAUSAL: Self = Self { causal: true, window: None, both_sides: false, groups: false, whole_groups: false };
     pub const BIDIRECTIONAL: Self = Self { causal: false, ..Self::CAUSAL };
 
     pub const fn sliding(window: usize) -> Self {
@@ -22,6 +24,10 @@ impl Rule {
 
     pub const fn with_groups(self) -> Self {
         Self { groups: true, ..self }
+    }
+
+    pub const fn with_whole_groups(self) -> Self {
+        Self { groups: true, whole_groups: true, ..self }
     }
 
     pub const fn with_both_sides(self) -> Self {

@@ -26,6 +26,9 @@ pub fn allowed(rule: &Rule, documents: &[i64], groups: &[i64], q: usize, k: usiz
     let window = rule.window.map_or(i128::MAX, |w| w.max(1) as i128);
     let in_window = past < window && (!rule.both_sides || ahead < window);
     let together = rule.groups && groups[q] >= 0 && groups[q] == groups[k];
+    if rule.whole_groups && together {
+        return same_document;
+    }
     same_document && in_window && (!rule.causal || k <= q || together)
 }
 

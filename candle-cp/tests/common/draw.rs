@@ -113,11 +113,12 @@ prop_compose! {
 
 fn rule(windows: Vec<usize>) -> impl Strategy<Value = Rule> {
     let window = prop_oneof![1 => Just(None), 3 => prop::sample::select(windows).prop_map(Some)];
-    let causal = (window, any::<bool>(), any::<bool>()).prop_map(|(window, both_sides, groups)| Rule {
+    let causal = (window, any::<bool>(), 0..4).prop_map(|(window, both_sides, groups)| Rule {
         causal: true,
         window,
         both_sides,
-        groups,
+        groups: groups > 1,
+        whole_groups: groups == 3,
     });
     prop_oneof![5 => causal, 1 => Just(Rule::BIDIRECTIONAL)]
 }

@@ -49,6 +49,7 @@ pub fn mask_rule(rule: &Rule) -> MaskRule {
         (false, None) => MaskRule::bidirectional(),
         (false, Some(_)) => panic!("the crate has no bidirectional windows"),
     };
+    let base = if rule.whole_groups { base.with_whole_groups() } else { base };
     let base = if rule.groups { base.with_groups() } else { base };
     if rule.both_sides { base.with_both_sides() } else { base }
 }

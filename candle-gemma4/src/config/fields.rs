@@ -75,6 +75,15 @@ impl<'a> Fields<'a> {
         self.get(field).map(|value| self.as_size(field, value)).transpose()
     }
 
+    /// A whole number of at least 0; 0 if the field is absent.
+    pub(super) fn count(&self, field: &str) -> Result<usize> {
+        match self.get(field).map(Value::as_u64) {
+            None => Ok(0),
+            Some(Some(count @ 0..=MAX_SIZE)) => Ok(count as usize),
+            Some(_) => Err(self.refuse(field, format!("a whole number from 0 to {MAX_SIZE} is needed"))),
+        }
+    }
+
     fn as_size(&self, field: &str, value: &Value) -> Result<usize> {
         match value.as_u64() {
             Some(size @ 1..=MAX_SIZE) => Ok(size as usize),

@@ -4,8 +4,11 @@
 //! settings and norm constants have no such default here and are required.
 
 mod fields;
+mod layers;
+mod moe;
 mod rope;
 mod text;
+mod unified;
 mod vision;
 
 use std::path::Path;
@@ -13,8 +16,10 @@ use std::path::Path;
 use serde_json::Value;
 
 use self::fields::Fields;
+pub use self::moe::MoeConfig;
 pub use self::rope::{RopeConfig, RopeKind};
-pub use self::text::{LayerConfig, LayerKind, TextConfig};
+pub use self::text::{LayerConfig, LayerKind, PerLayerConfig, TextConfig};
+pub use self::unified::PatchEmbedderConfig;
 pub use self::vision::VisionConfig;
 use crate::error::{Error, Result};
 
@@ -29,6 +34,43 @@ pub enum Architecture {
     Multimodal,
     /// `gemma4_text` (`Gemma4ForCausalLM`): the file is the text model's configuration; its tensors are under `model`.
     TextOnly,
+    /// `gemma4_unified` (`Gemma4UnifiedForConditionalGeneration`): as `gemma4`, but without towers: patches of images go
+    /// through norms and projections into the text model.
+    Unified,
+    /// `gemma4_unified_text` (`Gemma4UnifiedForCausalLM`): the text model of a unified one alone.
+    UnifiedTextOnly,
+}
+
+impl Architecture {
+    const ALL: [Self; 4] = [Self::Multimodal, Self::TextOnly, Self::Unified, Self::UnifiedTextOnly];
+
+    /// The `model_type` of the whole checkpoint.
+    pub fn model_type(self) -> &'static str {
+        match self {
+            Self::Multimodal => "gemma4",
+            Self::TextOnly => "gemma4_text",
+            Self::Unified => "gemma4_unified",
+            Self::UnifiedTextOnly => "gemma4_unified_text",
+        }
+    }
+
+    /// The `model_type` of its text model.
+    pub fn text_model_type(self) -> &'static str {
+        match self.is_unified() {
+            false => Self::TextOnly.model_type(),
+            true => Self::UnifiedTextOnly.model_type(),
+        }
+    }
+
+    /// Whether there is nothing but the text model.
+    pub fn is_text_only(self) -> bool {
+        matches!(self, Self::TextOnly | Self::UnifiedTextOnly)
+    }
+
+    /// Whether it is of the family without towers.
+    pub fn is_unified(self) -> bool {
+        matches!(self, Self::Unified | Self::UnifiedTextOnly)
+    }
 }
 
 /// What a token id stands for if it is not text.
@@ -49,8 +91,10 @@ pub struct Config {
     pub architecture: Architecture,
     /// The text decoder.
     pub text: TextConfig,
-    /// The vision tower; `None` for a text-only model.
+    /// The vision tower; `None` for a model without one.
     pub vision: Option<VisionConfig>,
+    /// What a unified model has in the place of a vision tower.
+    pub patch_embedder: Option<PatchEmbedderConfig>,
     /// Placeholder of one image feature. A text-only checkpoint has no placeholders: there, all ids are text.
     pub image_token_id: u32,
     /// Placeholder of one video feature.
@@ -96,7 +140,7 @@ impl Config {
 
     /// What a token id stands for; `None` for text.
     pub(crate) fn placeholder(&self, id: u32) -> Option<Placeholder> {
-        if self.architecture == Architecture::TextOnly {
+        if self.architecture.is_text_only() {
             None
         } else if id == self.image_token_id {
             Some(Placeholder::Image)
@@ -113,9 +157,9 @@ impl Config {
         let value: Value = serde_json::from_str(text).map_err(|cause| Error::Json { what: what.to_string(), cause })?;
         let top = Fields::new("", &value)?;
         let architecture = read_architecture(&top)?;
-        let (text_fields, vision_value) = match architecture {
-            Architecture::TextOnly => (top, None),
-            Architecture::Multimodal => {
+        let (text_fields, vision_value) = match architecture.is_text_only() {
+            true => (top, None),
+            false => {
                 let missing = top.missing(&["text_config"]);
                 let value = top.get("text_config").ok_or(Error::MissingFields { fields: missing })?;
                 (Fields::new("text_config", value)?, top.get("vision_config"))
@@ -124,7 +168,10 @@ impl Config {
         let vision_fields = vision_value.map(|value| Fields::new("vision_config", value)).transpose()?;
 
         let mut missing = TextConfig::missing(&text_fields);
-        missing.extend(vision_fields.iter().flat_map(VisionConfig::missing));
+        missing.extend(vision_fields.iter().flat_map(|fields| match architecture.is_unified() {
+            true => PatchEmbedderConfig::missing(fields),
+            false => VisionConfig::missing(fields),
+        }));
         if vision_fields.is_some() {
             missing.extend(top.missing(&["image_token_id"]));
         }
@@ -135,11 +182,16 @@ impl Config {
             true => top.tokens("eos_token_id")?,
             false => text_fields.tokens("eos_token_id")?,
         };
+        let (tower, embedder) = match architecture.is_unified() {
+            true => (None, vision_fields.as_ref()),
+            false => (vision_fields.as_ref(), None),
+        };
         let token = |field: &str, default: u32| Ok::<_, Error>(top.token(field)?.unwrap_or(default));
         Ok(Self {
             architecture,
-            text: TextConfig::read(&text_fields)?,
-            vision: vision_fields.as_ref().map(VisionConfig::read).transpose()?,
+            text: TextConfig::read(&text_fields, architecture)?,
+            vision: tower.map(VisionConfig::read).transpose()?,
+            patch_embedder: embedder.map(PatchEmbedderConfig::read).transpose()?,
             image_token_id: token("image_token_id", 258_880)?,
             video_token_id: top.token_or("video_token_id", 258_884)?,
             audio_token_id: top.token_or("audio_token_id", 258_881)?,
@@ -153,20 +205,18 @@ impl Config {
 }
 
 fn read_architecture(top: &Fields) -> Result<Architecture> {
-    let architecture = match top.text("model_type")? {
-        Some("gemma4") => Architecture::Multimodal,
-        Some("gemma4_text") => Architecture::TextOnly,
-        None => return Err(Error::MissingFields { fields: vec!["model_type".to_string()] }),
-        Some(_) => {
-            let reason = "this model family is not supported yet; allowed: \"gemma4\", \"gemma4_text\"";
-            return Err(top.refuse("model_type", reason));
-        }
+    let Some(name) = top.text("model_type")? else {
+        return Err(Error::MissingFields { fields: vec!["model_type".to_string()] });
     };
-    if architecture == Architecture::TextOnly && top.get("vision_config").is_some() {
+    let Some(architecture) = Architecture::ALL.into_iter().find(|known| known.model_type() == name) else {
+        let allowed = Architecture::ALL.map(|known| format!("\"{}\"", known.model_type())).join(", ");
+        return Err(top.refuse("model_type", format!("this model family is not supported yet; allowed: {allowed}")));
+    };
+    if architecture.is_text_only() && top.get("vision_config").is_some() {
         return Err(Error::Config {
             field: "vision_config".to_string(),
             value: "an object".to_string(),
-            reason: "a text-only model (model_type \"gemma4_text\") has no tower; allowed: null".to_string(),
+            reason: format!("a text-only model (model_type \"{name}\") has no tower; allowed: null"),
         });
     }
     match top.get("audio_config") {

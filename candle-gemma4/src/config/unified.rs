@@ -1,0 +1,54 @@
+//! What a unified model has in the place of towers.
+
+use super::fields::Fields;
+use crate::error::Result;
+
+/// Norms and projections that take patches of images into the text model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PatchEmbedderConfig {
+    /// Side of the small patches that positions of a picture are counted in, in pixels.
+    pub patch_size: usize,
+    /// Side of the square of small patches that is one patch of the model, and one soft token.
+    pub pooling_kernel_size: usize,
+    /// Width of a patch's embedding.
+    pub width: usize,
+    /// Rows of the table of positions, which both axes share.
+    pub position_embedding_size: usize,
+    /// Added to the mean square in the norm before the last projection.
+    pub rms_norm_eps: f64,
+    /// Standard deviation that fresh matrices have at least.
+    pub initializer_range: f64,
+}
+
+const REQUIRED: [&str; 5] = ["patch_size", "pooling_kernel_size", "mm_embed_dim", "mm_posemb_size", "rms_norm_eps"];
+
+impl PatchEmbedderConfig {
+    /// Names of the required fields that are absent.
+    pub(super) fn missing(fields: &Fields) -> Vec<String> {
+        fields.missing(&REQUIRED)
+    }
+
+    /// Reads and checks `vision_config`.
+    pub(super) fn read(fields: &Fields) -> Result<Self> {
+        fields.only("model_type", "gemma4_unified_vision")?;
+        let width = fields.size("mm_embed_dim")?;
+        if fields.size_if_present("output_proj_dims")?.is_some_and(|inputs| inputs != width) {
+            let reason = format!("must be mm_embed_dim {width}, whose output it projects");
+            return Err(fields.refuse("output_proj_dims", reason));
+        }
+        Ok(Self {
+            patch_size: fields.size("patch_size")?,
+            pooling_kernel_size: fields.size("pooling_kernel_size")?,
+            width,
+            position_embedding_size: fields.size("mm_posemb_size")?,
+            rms_norm_eps: fields.positive("rms_norm_eps")?,
+            initializer_range: fields.positive_if_present("initializer_range")?.unwrap_or(0.02),
+        })
+    }
+
+    /// Numbers in one patch of the model: three colours of `patch_size * pooling_kernel_size` pixels squared.
+    pub fn patch_len(&self) -> usize {
+        let side = self.patch_size * self.pooling_kernel_size;
+        3 * side * side
+    }
+}

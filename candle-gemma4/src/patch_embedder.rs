@@ -1,0 +1,126 @@
+//! Images without a tower (unified models): every patch goes through norms and projections into the text model.
+
+use candle_core::{D, Tensor};
+
+use crate::config::{Config, PatchEmbedderConfig};
+use crate::error::{Error, Result};
+use crate::linear::Linear;
+use crate::names;
+use crate::norm::{RmsNorm, wide};
+use crate::patches::read_positions;
+use crate::tap::Tap;
+use crate::vision::Features;
+use crate::weights::Weights;
+
+/// Added to the variance in every layer norm; no configuration has it.
+const LAYER_NORM_EPS: f64 = 1e-5;
+
+/// `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension, in f32 (f64 for f64).
+#[derive(Debug, Clone)]
+struct LayerNorm {
+    weight: Tensor,
+    bias: Tensor,
+}
+
+impl LayerNorm {
+    fn new(name: &str, width: usize, weights: &Weights) -> Result<Self> {
+        let get = |part: &str| weights.get(&format!("{}.{name}.{part}", names::PATCH_EMBEDDER), &[width]);
+        Ok(Self { weight: get("weight")?, bias: get("bias")? })
+    }
+
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let dtype = wide(x.dtype());
+        let x_wide = x.to_dtype(dtype)?;
+        let centred = x_wide.broadcast_sub(&x_wide.mean_keepdim(D::Minus1)?)?;
+        let variance = (centred.sqr()?.mean_keepdim(D::Minus1)? + LAYER_NORM_EPS)?;
+        let normed = centred.broadcast_mul(&variance.powf(-0.5)?)?;
+        let scaled = normed.broadcast_mul(&self.weight.to_dtype(dtype)?)?;
+        scaled.broadcast_add(&self.bias.to_dtype(dtype)?)?.to_dtype(x.dtype())
+    }
+}
+
+/// Norm, projection, norm, positions, norm, and the projection into the text model.
+#[derive(Debug, Clone)]
+pub(crate) struct PatchEmbedder {
+    patch_norm: LayerNorm,
+    dense: Linear,
+    dense_norm: LayerNorm,
+    /// `[positions, 2, width]`: a row for x and one for y.
+    position_table: Tensor,
+    position_norm: LayerNorm,
+    projection_norm: RmsNorm,
+    projection: Linear,
+    patch_len: usize,
+}
+
+impl PatchEmbedder {
+    pub(crate) fn new(config: &Config, shape: &PatchEmbedderConfig, weights: &Weights) -> Result<Self> {
+        let (width, patch_len) = (shape.width, shape.patch_len());
+        let name = |part: &str| format!("{}.{part}", names::PATCH_EMBEDDER);
+        let dense = Linear {
+            weight_oi: weights.get(&name("patch_dense.weight"), &[width, patch_len])?,
+            bias_o: Some(weights.get(&name("patch_dense.bias"), &[width])?),
+        };
+        let projection = weights.get(names::VISION_PROJECTION, &[config.text.hidden_size, width])?;
+        Ok(Self {
+            patch_norm: LayerNorm::new("patch_ln1", patch_len, weights)?,
+            dense,
+            dense_norm: LayerNorm::new("patch_ln2", width, weights)?,
+            position_table: weights.get(&name("pos_embedding"), &[shape.position_embedding_size, 2, width])?,
+            position_norm: LayerNorm::new("pos_norm", width, weights)?,
+            projection_norm: RmsNorm { weight: None, eps: shape.rms_norm_eps },
+            projection: Linear { weight_oi: projection, bias_o: None },
+            patch_len,
+        })
+    }
+
+    /// `pixel_values [images, patches, 3 side^2]` in 0..1, `position_ids [images, patches, 2]`: one soft token per patch,
+    /// in the order in which they are given; padding, (-1, -1), is left out.
+    pub(crate) fn forward(&self, pixel_values: &Tensor, position_ids: &Tensor, tap: &mut dyn Tap) -> Result<Features> {
+        let (images, patches) = match *pixel_values.dims() {
+            [images, patches, len] if len == self.patch_len && patches > 0 => (images, patches),
+            ref dims => {
+                return Err(Error::Input {
+                    name: "pixel_values",
+                    found: format!("{dims:?}"),
+                    expected: format!("[images, patches, {}] (3 colours of a patch)", self.patch_len),
+                });
+            }
+        };
+        if position_ids.dims() != [images, patches, 2] {
+            return Err(Error::Input {
+                name: "image_position_ids",
+                found: format!("{:?}", position_ids.dims()),
+                expected: format!("{:?}, to fit pixel_values", [images, patches, 2]),
+            });
+        }
+        let limit = self.position_table.dim(0)?;
+        let positions = read_positions(position_ids, limit, "vision_config.mm_posemb_size")?;
+
+        let x_npl = pixel_values.to_dtype(self.position_table.dtype())?;
+        let x_npw = self.dense_norm.forward(&self.dense.forward(&self.patch_norm.forward(&x_npl)?)?)?;
+        let x_npw = (x_npw + self.embed_positions(&positions)?.reshape((images, patches, ()))?)?;
+        let x_npw = self.position_norm.forward(&x_npw)?;
+        let features_nph = self.projection.forward(&self.projection_norm.forward(&x_npw)?)?;
+        tap.record("vision.features", &features_nph)?;
+
+        let real =
+            positions.iter().enumerate().filter(|(_, position)| position.is_some()).map(|(place, _)| place as u32);
+        let real = Tensor::from_iter(real, x_npw.device())?;
+        let per_image = positions.chunks(patches).map(|image| image.iter().flatten().count()).collect();
+        Ok(Features { features_th: features_nph.flatten_to(1)?.index_select(&real, 0)?, per_image })
+    }
+
+    /// The sum of the two axes' rows, `[images * patches, width]`; padding has zeros.
+    fn embed_positions(&self, positions: &[Option<(u32, u32)>]) -> candle_core::Result<Tensor> {
+        let device = self.position_table.device();
+        let is_real = positions.iter().map(|position| if position.is_some() { 1f32 } else { 0.0 });
+        let is_real = Tensor::from_iter(is_real, device)?.to_dtype(self.position_table.dtype())?.unsqueeze(1)?;
+        let rows = self.position_table.flatten_to(1)?;
+        let axis = |axis: u32, at: fn((u32, u32)) -> u32| -> candle_core::Result<Tensor> {
+            let places = positions.iter().map(|position| 2 * position.map_or(0, at) + axis);
+            rows.index_select(&Tensor::from_iter(places, device)?, 0)
+        };
+        (axis(0, |(x, _)| x)? + axis(1, |(_, y)| y)?)?.broadcast_mul(&is_real)
+    }
+}
