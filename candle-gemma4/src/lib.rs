@@ -37,6 +37,8 @@ mod layer;
 mod linear;
 mod mlp;
 mod model;
+#[allow(dead_code)] // until decoder layers have experts
+mod moe;
 mod names;
 mod norm;
 mod patches;
@@ -48,8 +50,8 @@ mod vision;
 mod weights;
 
 pub use config::{
-    Architecture, CONFIG_FILE, Config, LayerConfig, LayerKind, RopeConfig, RopeKind, TextConfig, VisionConfig,
-    vision_groups,
+    Architecture, CONFIG_FILE, Config, LayerConfig, LayerKind, MoeConfig, RopeConfig, RopeKind, TextConfig,
+    VisionConfig, vision_groups,
 };
 pub use error::{Error, Result};
 pub use model::{Inputs, Model};

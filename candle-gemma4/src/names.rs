@@ -1,5 +1,8 @@
 //! The one table of a model's tensors: name in a checkpoint, shape, and what it is.
 
+#[allow(dead_code)] // until decoder layers have experts
+pub(crate) mod moe;
+
 use crate::config::{Architecture, Config, LayerConfig, TextConfig, VisionConfig};
 
 pub(crate) const LM_HEAD: &str = "lm_head.weight";

@@ -4,6 +4,7 @@
 //! settings and norm constants have no such default here and are required.
 
 mod fields;
+mod moe;
 mod rope;
 mod text;
 mod vision;
@@ -13,6 +14,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use self::fields::Fields;
+pub use self::moe::MoeConfig;
 pub use self::rope::{RopeConfig, RopeKind};
 pub use self::text::{LayerConfig, LayerKind, TextConfig};
 pub use self::vision::VisionConfig;
