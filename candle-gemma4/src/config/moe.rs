@@ -68,15 +68,15 @@ mod tests {
         let error = |value| read(value).unwrap_err().to_string();
         let absent = error(json!({"enable_moe_block": true, "num_experts": null, "top_k_experts": 2}));
         assert!(absent.contains("text_config.num_experts, text_config.moe_intermediate_size"), "{absent}");
-        let with = |k: i64, width: f64| {
+        let with = |k: i64, width: serde_json::Value| {
             error(
                 json!({"enable_moe_block": true, "num_experts": 4, "top_k_experts": k, "moe_intermediate_size": width}),
             )
         };
-        let many = with(5, 16.0);
+        let many = with(5, 16.into());
         assert!(many.contains("text_config.top_k_experts is 5: must be from 1 to num_experts, which is 4"), "{many}");
-        assert!(with(0, 16.0).contains("text_config.top_k_experts is 0"));
-        assert!(with(2, 0.5).contains("text_config.moe_intermediate_size is 0.5"));
+        assert!(with(0, 16.into()).contains("text_config.top_k_experts is 0"));
+        assert!(with(2, 0.5.into()).contains("text_config.moe_intermediate_size is 0.5"));
         assert!(error(json!({"enable_moe_block": 1})).contains("text_config.enable_moe_block is 1"));
     }
 }

@@ -32,7 +32,8 @@ pub(crate) struct Routing {
     pub(crate) dispatch: Arc<Dispatch>,
     /// `[real rows, top_k]`, best expert first, f32 or f64; leads back to the router's weights and its input.
     pub(crate) weights_rk: Tensor,
-    chosen_rk: Vec<u32>,
+    /// `[real rows, top_k]` flattened: the chosen experts, best first.
+    pub(crate) chosen_rk: Vec<u32>,
     logits_re: Tensor,
     real: RealRows,
     /// Dimensions of the router's input but the last.
@@ -67,14 +68,21 @@ impl Router {
             [leading @ .., last] if *last == hidden && leading.iter().product::<usize>() == real.total() => leading,
             dims => bail!("a router for {} rows of width {hidden} got {dims:?}", real.total()),
         };
-        let x_rh = real.select(&x.reshape((real.total(), hidden))?)?;
+        // Candle takes operands without elements out of the graph: where no row is real, the router's weights stay in it
+        // by a row of zeros, which is cut off below.
+        let x_rh = match real.len() {
+            0 => Tensor::zeros((1, hidden), x.dtype(), x.device())?,
+            _ => real.select(&x.reshape((real.total(), hidden))?)?,
+        };
         let logits_re = self.logits(&x_rh)?;
-        let chosen_rk = choose(&logits_re, self.top_k)?;
+        let mut chosen_rk = choose(&logits_re, self.top_k)?;
+        let weights_rk = self.weights(&logits_re, &chosen_rk)?.narrow(0, 0, real.len())?;
+        chosen_rk.truncate(real.len() * self.top_k);
         Ok(Routing {
             dispatch: Arc::new(Dispatch::new(real, self.top_k, experts, &chosen_rk)?),
-            weights_rk: self.weights(&logits_re, &chosen_rk)?,
+            weights_rk,
             chosen_rk,
-            logits_re: logits_re.detach(),
+            logits_re: logits_re.detach().narrow(0, 0, real.len())?,
             real: real.clone(),
             leading: leading.to_vec(),
         })
@@ -142,8 +150,14 @@ impl Routing {
             let width = x.dim(1)?;
             self.real.spread(x, fill)?.reshape([&self.leading[..], &[width]].concat())
         };
-        let shares = self.logits_re.broadcast_sub(&self.logits_re.max_keepdim(1)?)?.exp()?;
-        let probs_re = shares.broadcast_div(&shares.sum_keepdim(1)?)?;
+        let logits_re = &self.logits_re;
+        let probs_re = match self.real.len() {
+            0 => logits_re.clone(), // Candle has no maximum of nothing
+            _ => {
+                let shares_re = logits_re.broadcast_sub(&logits_re.max_keepdim(1)?)?.exp()?;
+                shares_re.broadcast_div(&shares_re.sum_keepdim(1)?)?
+            }
+        };
         let index_rk = integers(&self.chosen_rk, self.weights_rk.dims2()?)?;
         record_numbered(tap, "router.probs", layer, &shaped(&probs_re, 0.0)?)?;
         record_numbered(tap, "router.top_k_index", layer, &shaped(&index_rk, -1.0)?)?;
