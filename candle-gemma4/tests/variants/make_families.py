@@ -4,7 +4,8 @@
 
 Rewrites one folder per variant beside this file: `case` is a padded batch of two rows with a picture each, with the
 gradients of its loss in `grads`; `packed` is one row of three documents, two of them with a picture, whose truth is each
-document run alone. The first seed is taken that leaves chosen and rejected experts apart and rounding without effect.
+document run alone. `experts` is what goes into and out of the router and experts of layer 2 of a model that has them, in
+the padded case: x the router's input, z and y the experts'. The first seed is taken that leaves chosen and rejected experts apart and rounding without effect.
 """
 
 import copy
@@ -390,6 +391,35 @@ def on_disk(net, names):
     return {name: tensor for name, tensor in tensors.items() if is_gradient(name)}
 
 
+def experts_alone(net, inputs, index):
+    """What the router and the experts of one layer get and give in a padded case, with gradients."""
+    layer, seen = net.model.language_model.layers[index], {}
+
+    def entering(name):
+        def hook(module, args):
+            seen[name] = args[0].view_as(args[0])  # of its own, so that its gradient comes from this module only
+            seen[name].retain_grad()
+            return (seen[name], *args[1:])
+
+        return hook
+
+    def leaving(module, args, out):
+        seen["y"] = out
+        out.retain_grad()
+
+    hooks = [
+        layer.router.register_forward_pre_hook(entering("x")),
+        layer.experts.register_forward_pre_hook(entering("z")),
+        layer.experts.register_forward_hook(leaving),
+    ]
+    net.zero_grad(set_to_none=True)
+    run(net, inputs, valid(inputs))
+    for hook in hooks:
+        hook.remove()
+    tensors = {name: tensor.detach() for name, tensor in seen.items()}
+    return tensors | {f"{name}_grad": tensor.grad for name, tensor in seen.items()}
+
+
 def save_case(path, inputs, found, count):
     case = {f"input.{name}": tensor for name, tensor in inputs.items() if name != "mm_token_type_ids"}
     case["input.vision_group_ids"] = groups(inputs["mm_token_type_ids"])
@@ -427,6 +457,9 @@ def main():
             save_case(folder / f"{file}.safetensors", inputs, found, count)
         embeds_grad = grads.pop("inputs_embeds")
         save_file(on_disk(net, grads) | {"inputs_embeds": embeds_grad}, folder / "grads.safetensors")
+        if config["text_config"].get("enable_moe_block"):
+            # Layer 2, whose gradients are in `grads`.
+            save_file(experts_alone(net, results[0][0], 2), folder / "experts.safetensors")
         for (inputs, found, count), case in zip(results, ("case", "packed")):
             print(" ", case, tuple(inputs["labels"].shape), "loss", found["loss"].item(), "of", count.item(), "tokens")
         print("  logits std", results[0][1]["out.logits"].std().item(), "gradients", len(grads))

@@ -354,3 +354,46 @@ fn misfits_are_told() -> Result<()> {
     assert!(told(Dispatch::new(&RealRows::all(2), 2, 4, &[3])).contains("1 chosen experts for 2 rows with 2 each"));
     Ok(())
 }
+
+/// What Hugging Face transformers puts into and gets out of the router and the experts of one layer, in a padded batch.
+#[test]
+fn a_layer_computes_what_transformers_does() -> Result<()> {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/variants/moe");
+    let load = |file: &str| candle_core::safetensors::load(folder.join(file), &Device::Cpu);
+    let (weights, gradients) = (load("model.safetensors")?, load("grads.safetensors")?);
+    let (block, case) = (load("experts.safetensors")?, load("case.safetensors")?);
+    let layer =
+        ["router.proj.weight", "router.scale", "router.per_expert_scale", "experts.gate_up_proj", "experts.down_proj"]
+            .map(|name| format!("model.language_model.layers.2.{name}"));
+    let mask = case["input.attention_mask"].flatten_all()?;
+    let (rows, hidden) = block["x"].dims2()?;
+    let (experts, _) = weights[&layer[0]].dims2()?;
+    let problem = Problem {
+        rows,
+        hidden,
+        experts,
+        width: weights[&layer[4]].dim(2)?,
+        top_k: 3,
+        eps: 5e-3,
+        is_real: mask.to_vec1::<i64>()?.into_iter().map(|real| real == 1).collect(),
+        values: Default::default(),
+        y_grad: numbers(&block["y_grad"]),
+    };
+    let given = [&block["x"], &block["z"]].into_iter().chain(layer.iter().map(|name| &weights[name]));
+    let run = problem.run_with(given.map(Var::from_tensor).collect::<Result<_>>()?)?;
+
+    let real_f32 = mask.to_dtype(DType::F32)?.unsqueeze(1)?;
+    let y = block["y"].broadcast_mul(&real_f32)?;
+    assert_near("y", &numbers(&run.y), &numbers(&y), 2e-5);
+    let expected = [&block["x_grad"], &block["z_grad"]].into_iter().chain(layer.iter().map(|name| &gradients[name]));
+    for (name, expected) in NAMES.iter().zip(expected) {
+        assert_near(name, &run.gradient(name), &numbers(expected), 2e-5);
+    }
+    let mut taps = BTreeMap::new();
+    run.routing.record(2, &mut taps)?;
+    for (name, found) in &taps {
+        let real = mask.to_dtype(found.dtype())?.unsqueeze(1)?;
+        assert_near(name, &numbers(&found.broadcast_mul(&real)?), &numbers(&case[name].broadcast_mul(&real)?), 1e-6);
+    }
+    Ok(())
+}
