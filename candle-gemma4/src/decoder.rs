@@ -9,6 +9,7 @@ use crate::config::{Config, LayerKind, TextConfig};
 use crate::error::{Error, Result};
 use crate::layer::{Layer, LayerShape};
 use crate::model::LocalInputs;
+use crate::moe::{MoeBlock, RealRows};
 use crate::names;
 use crate::norm::RmsNorm;
 use crate::per_layer::{PerLayerBlock, PerLayerEmbedding};
@@ -22,6 +23,7 @@ struct DecoderLayer {
     layer: Layer,
     kind: LayerKind,
     keys: KeyRole,
+    moe: Option<MoeBlock>,
     per_layer: Option<PerLayerBlock>,
     /// A constant that multiplies the whole residual stream after the layer.
     scalar: f64,
@@ -75,18 +77,29 @@ impl DecoderLayer {
         })
     }
 
-    /// `per_layer_bsp` is the layer's part of the per-layer embeddings, for models that have them.
-    fn transform(&self, x_bsh: &Tensor, per_layer_bsp: Option<&Tensor>, recompute: &Recompute) -> Result<Tensor> {
-        let (layer, scalar) = (self.layer.clone(), self.scalar);
+    /// `per_layer_bsp` is the layer's part of the per-layer embeddings, for models that have them; `real` tells which
+    /// tokens may go to experts.
+    fn transform(
+        &self,
+        x_bsh: &Tensor,
+        per_layer_bsp: Option<&Tensor>,
+        real: &RealRows,
+        recompute: &Recompute,
+    ) -> Result<Tensor> {
+        let (layer, moe, real, scalar) = (self.layer.clone(), self.moe.clone(), real.clone(), self.scalar);
+        let transform = move |x_bsh: &Tensor| match &moe {
+            Some(moe) => layer.transform_with(x_bsh, |mlp_bsh| moe.join(x_bsh, &mlp_bsh, &real)),
+            None => layer.transform(x_bsh),
+        };
         let scaled = move |x_bsh: Tensor| match scalar {
             1.0 => Ok(x_bsh),
             scalar => Ok((x_bsh * scalar)?),
         };
         match (self.per_layer.clone(), per_layer_bsp) {
             (Some(block), Some(input_bsp)) => recompute.run([x_bsh, input_bsp], move |[x_bsh, input_bsp]| {
-                scaled(block.forward(&layer.transform(x_bsh)?, input_bsp)?)
+                scaled(block.forward(&transform(x_bsh)?, input_bsp)?)
             }),
-            _ => recompute.run([x_bsh], move |[x_bsh]| scaled(layer.transform(x_bsh)?)),
+            _ => recompute.run([x_bsh], move |[x_bsh]| scaled(transform(x_bsh)?)),
         }
     }
 }
@@ -119,6 +132,7 @@ impl Decoder {
                     None if text.layers.iter().any(|other| other.keys_of == Some(index)) => KeyRole::Lends,
                     None => KeyRole::Own,
                 },
+                moe: text.moe.map(|moe| MoeBlock::new(&prefix, text, &moe, weights)).transpose()?,
                 per_layer: per_layer.transpose()?,
                 scalar: scalar.to_dtype(candle_core::DType::F64)?.to_vec1::<f64>()?[0],
             });
@@ -145,7 +159,7 @@ impl Decoder {
         let sliding = self.rope(LayerKind::Sliding, &positions_bs, local_bsh, tap)?;
         let full = self.rope(LayerKind::Full, &positions_bs, local_bsh, tap)?;
         let mut x_bsh = local_bsh.clone();
-        let mut lent = Lent::new();
+        let (mut lent, real) = (Lent::new(), RealRows::of_rank(context));
         for (index, layer) in self.layers.iter().enumerate() {
             let rope = match layer.kind {
                 LayerKind::Sliding => sliding.as_ref(),
@@ -154,7 +168,10 @@ impl Decoder {
             let rope = rope.expect("every layer type in use has rotary settings");
             x_bsh = layer.attend(&x_bsh, &mut lent, &Surroundings { rope, context, recompute })?;
             let per_layer_bsp = per_layer_bslp.as_ref().map(|all| all.narrow(2, index, 1)?.squeeze(2)?.contiguous());
-            x_bsh = layer.transform(&x_bsh, per_layer_bsp.transpose()?.as_ref(), recompute)?;
+            if let Some(moe) = &layer.moe {
+                moe.record(&x_bsh, &real, index, tap)?;
+            }
+            x_bsh = layer.transform(&x_bsh, per_layer_bsp.transpose()?.as_ref(), &real, recompute)?;
             record_numbered(tap, "mid.hidden_states", index, &x_bsh)?;
         }
         let hidden_bsh = self.final_norm.forward(&x_bsh)?;

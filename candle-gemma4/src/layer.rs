@@ -190,7 +190,16 @@ impl Layer {
 
     /// The second half: the MLP, added to its input.
     pub(crate) fn transform(&self, x_bsw: &Tensor) -> Result<Tensor> {
-        let changed = self.mlp.forward(&self.pre_mlp_norm.forward(x_bsw)?)?;
+        self.transform_with(x_bsw, Ok)
+    }
+
+    /// As [`Layer::transform`], with something done to the MLP's output before its norm.
+    pub(crate) fn transform_with(
+        &self,
+        x_bsw: &Tensor,
+        change: impl FnOnce(Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let changed = change(self.mlp.forward(&self.pre_mlp_norm.forward(x_bsw)?)?)?;
         Ok((x_bsw + self.post_mlp_norm.forward(&changed)?)?)
     }
 }

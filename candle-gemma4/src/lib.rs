@@ -38,6 +38,7 @@ mod layer;
 mod linear;
 mod mlp;
 mod model;
+mod moe;
 mod names;
 mod norm;
 mod patch_embedder;

@@ -1,5 +1,7 @@
 //! The one table of a model's tensors: name in a checkpoint, shape, and what it is.
 
+pub(crate) mod moe;
+
 use crate::config::{Architecture, Config, LayerConfig, PatchEmbedderConfig, TextConfig, VisionConfig};
 
 pub(crate) const LM_HEAD: &str = "lm_head.weight";
@@ -167,6 +169,9 @@ impl Table {
         self.push(format!("{prefix}.self_attn.q_norm.weight"), &[layer.head_dim], Role::HeadNorm);
         if layer.keys_of.is_none() {
             self.push(format!("{prefix}.self_attn.k_norm.weight"), &[layer.head_dim], Role::HeadNorm);
+        }
+        if let Some(moe) = &text.moe {
+            self.specs.extend(moe::tensors(prefix, hidden, moe, self.range));
         }
         if let Some(per_layer) = &text.per_layer {
             self.matrix(format!("{prefix}.{PER_LAYER_GATE}.weight"), &[per_layer.width, hidden]);

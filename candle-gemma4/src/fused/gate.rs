@@ -63,7 +63,7 @@ fn backward<T: Real>([gate, up, grad]: [&[T]; 3]) -> (Vec<T>, Vec<T>) {
 
 /// Value and slope.
 #[inline(always)]
-fn gelu<T: Real>(x: T) -> (T, T) {
+pub(super) fn gelu<T: Real>(x: T) -> (T, T) {
     let number = T::from_f64;
     let square = x * x;
     let tanh = (number(SCALE) * x * (number(1.0) + number(CUBIC) * square)).tanh();

@@ -2,12 +2,14 @@
 //! CPU. Put together from plain operations the same steps touch memory ten times as often, and most of a small
 //! model's training step goes into them. Other types and devices use the plain operations.
 
+mod expert_gate;
 mod gate;
 mod norm;
 mod rope;
 
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, WithDType};
 
+pub(crate) use self::expert_gate::expert_gate;
 pub(crate) use self::gate::gelu_gate;
 pub(crate) use self::norm::rms_norm;
 pub(crate) use self::rope::rotate;

@@ -1,0 +1,54 @@
+//! The experts: gated MLPs side by side, each for the rows that chose it.
+
+use candle_core::{Result, Tensor, bail};
+
+use super::Dispatch;
+use super::grouped::{Gather, Scatter};
+use crate::config::MoeConfig;
+use crate::fused;
+use crate::norm::wide;
+use crate::weights::Weights;
+use std::sync::Arc;
+
+/// Sum over a row's experts of `weight * down(gelu_tanh(gate(x)) * up(x))`.
+///
+/// The routing weight is applied before `down`, where rows are narrower; what reaches the graph is then the gate and up
+/// values and the activation of every assignment, as in the plain MLP. They are kept for backward, not recomputed:
+/// [`Recompute`](crate::Recompute) is there for who wants the memory instead.
+#[derive(Debug, Clone)]
+pub(crate) struct Experts {
+    /// `[experts, 2 * width, hidden]`; the rows of the gate come first.
+    pub(crate) gate_up_ewh: Tensor,
+    /// `[experts, hidden, width]`
+    pub(crate) down_ehw: Tensor,
+}
+
+impl Experts {
+    /// `prefix` is that of the layer.
+    pub(crate) fn new(prefix: &str, hidden: usize, moe: &MoeConfig, weights: &Weights) -> crate::error::Result<Self> {
+        let (experts, width) = (moe.num_experts, moe.intermediate_size);
+        let get = |name: &str, shape: &[usize]| weights.get(&format!("{prefix}.experts.{name}"), shape);
+        Ok(Self {
+            gate_up_ewh: get("gate_up_proj", &[experts, 2 * width, hidden])?,
+            down_ehw: get("down_proj", &[experts, hidden, width])?,
+        })
+    }
+
+    /// `[.., hidden]` to the same shape. `weights_rk` is `[real rows, top_k]`, f32 (f64 if `x` is f64); each counts for
+    /// the expert at its place in what `dispatch` was made from.
+    pub(crate) fn forward(&self, x: &Tensor, dispatch: &Arc<Dispatch>, weights_rk: &Tensor) -> Result<Tensor> {
+        let (experts, _, hidden) = self.gate_up_ewh.dims3()?;
+        if x.elem_count() != dispatch.rows * hidden || x.dims().last() != Some(&hidden) {
+            bail!("experts for {} rows of width {hidden} got {:?}", dispatch.rows, x.dims());
+        }
+        if dispatch.experts != experts || weights_rk.dims() != [dispatch.real, dispatch.top_k] {
+            bail!("{experts} experts got weights {:?} and a choice among {}", weights_rk.dims(), dispatch.experts);
+        }
+        let x_rh = x.reshape((dispatch.rows, hidden))?.contiguous()?;
+        let gate_up_aw = x_rh.apply_op2(&self.gate_up_ewh.contiguous()?, Gather::new(dispatch))?;
+        let gate_up_aw = gate_up_aw.to_dtype(wide(x.dtype()))?;
+        let active_aw = fused::expert_gate(&gate_up_aw, weights_rk, &dispatch.slot)?.to_dtype(x.dtype())?;
+        let y_rh = active_aw.apply_op2(&self.down_ehw.contiguous()?, Scatter::new(dispatch))?;
+        y_rh.reshape(x.shape())
+    }
+}
