@@ -4,6 +4,7 @@ use candle_core::Tensor;
 use candle_cp::{CpContext, MaskRule};
 
 use crate::attention::Attention;
+use crate::clip::Clip;
 use crate::config::{LayerConfig, TextConfig, VisionConfig};
 use crate::error::Result;
 use crate::linear::Linear;
@@ -36,6 +37,8 @@ pub(crate) struct LayerShape {
     head_dim: usize,
     keys_are_values: bool,
     bias: bool,
+    /// Projections have bounds beside their matrices.
+    clipped: bool,
     eps: f64,
     rule: MaskRule,
 }
@@ -52,6 +55,7 @@ impl LayerShape {
             head_dim: layer.head_dim,
             keys_are_values: layer.keys_are_values,
             bias: text.attention_bias,
+            clipped: false,
             eps: text.rms_norm_eps,
             rule,
         }
@@ -68,6 +72,7 @@ impl LayerShape {
             head_dim: vision.head_dim,
             keys_are_values: false,
             bias: false,
+            clipped: vision.use_clipped_linears,
             eps: vision.rms_norm_eps,
             rule: MaskRule::bidirectional(),
         }
@@ -80,6 +85,7 @@ impl LayerShape {
         Ok(Linear {
             weight_oi: weights.get(&format!("{prefix}.{name}.{suffix}"), &[outputs, inputs])?,
             bias_o: has_bias.then(|| weights.get(&bias, &[outputs])).transpose()?,
+            clip: self.clipped.then(|| Clip::new(weights, &format!("{prefix}.{name}"))).transpose()?,
         })
     }
 

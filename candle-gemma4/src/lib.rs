@@ -28,6 +28,7 @@
 //! ```
 
 mod attention;
+mod clip;
 mod config;
 mod decoder;
 mod embed;

@@ -1,5 +1,6 @@
 //! The one table of a model's tensors: name in a checkpoint, shape, and what it is.
 
+use crate::clip;
 use crate::config::{Architecture, Config, LayerConfig, TextConfig, VisionConfig};
 
 pub(crate) const LM_HEAD: &str = "lm_head.weight";
@@ -151,11 +152,26 @@ impl Table {
                 self.matrix(format!("{prefix}.self_attn.{name}.linear.weight"), &[outputs, inputs]);
             }
             self.mlp(&prefix, "linear.weight", hidden, vision.intermediate_size);
+            if vision.use_clipped_linears {
+                for name in ["q_proj", "k_proj", "v_proj", "o_proj"] {
+                    self.bounds(&format!("{prefix}.self_attn.{name}"));
+                }
+                for name in ["gate_proj", "up_proj", "down_proj"] {
+                    self.bounds(&format!("{prefix}.mlp.{name}"));
+                }
+            }
             self.norms(&prefix, hidden, vision.head_dim);
         }
         if vision.standardize {
             self.push(STD_BIAS, &[hidden], Role::Buffer { fresh: 0.0 });
             self.push(STD_SCALE, &[hidden], Role::Buffer { fresh: 1.0 });
+        }
+    }
+
+    /// The bounds of a clipped projection.
+    fn bounds(&mut self, projection: &str) {
+        for (name, fresh) in clip::BOUNDS {
+            self.push(format!("{projection}.{name}"), &[], Role::Buffer { fresh });
         }
     }
 
