@@ -4,6 +4,7 @@ use candle_core::Tensor;
 use candle_cp::{CpContext, GatheredKeys, MaskRule};
 
 use crate::attention::{Attention, Keys};
+use crate::clip::Clip;
 use crate::config::{LayerConfig, TextConfig, VisionConfig};
 use crate::error::Result;
 use crate::linear::Linear;
@@ -38,6 +39,8 @@ pub(crate) struct LayerShape {
     /// Keys and values are those of an earlier layer.
     reads_keys: bool,
     bias: bool,
+    /// Projections have bounds beside their matrices.
+    clipped: bool,
     eps: f64,
     rule: MaskRule,
 }
@@ -55,6 +58,7 @@ impl LayerShape {
             keys_are_values: layer.keys_are_values,
             reads_keys: layer.keys_of.is_some(),
             bias: text.attention_bias,
+            clipped: false,
             eps: text.rms_norm_eps,
             rule,
         }
@@ -72,6 +76,7 @@ impl LayerShape {
             keys_are_values: false,
             reads_keys: false,
             bias: false,
+            clipped: vision.use_clipped_linears,
             eps: vision.rms_norm_eps,
             rule: MaskRule::bidirectional(),
         }
@@ -84,6 +89,7 @@ impl LayerShape {
         Ok(Linear {
             weight_oi: weights.get(&format!("{prefix}.{name}.{suffix}"), &[outputs, inputs])?,
             bias_o: has_bias.then(|| weights.get(&bias, &[outputs])).transpose()?,
+            clip: self.clipped.then(|| Clip::new(weights, &format!("{prefix}.{name}"))).transpose()?,
         })
     }
 

@@ -29,6 +29,7 @@
 //! ```
 
 mod attention;
+mod clip;
 mod config;
 mod decoder;
 mod embed;

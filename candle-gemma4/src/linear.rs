@@ -3,14 +3,22 @@
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, MetalStorage, Result, Shape, Tensor};
 
-/// `x W^T + b` over the last dimension.
+use crate::clip::Clip;
+
+/// `x W^T + b` over the last dimension, with `x` and the result cut to bounds if it has a clip.
 #[derive(Debug, Clone)]
 pub(crate) struct Linear {
     pub(crate) weight_oi: Tensor,
     pub(crate) bias_o: Option<Tensor>,
+    pub(crate) clip: Option<Clip>,
 }
 
 impl Linear {
+    /// Without bias and bounds.
+    pub(crate) fn plain(weight_oi: Tensor) -> Self {
+        Self { weight_oi, bias_o: None, clip: None }
+    }
+
     /// `[.., inputs]` to `[.., outputs]`.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let outputs = self.weight_oi.dim(0)?;
@@ -44,9 +52,17 @@ impl Linear {
 
     fn project_rows(&self, x: &Tensor, leading: &[usize], outputs: &[usize]) -> Result<Tensor> {
         let shape = Shape::from([leading, outputs].concat());
+        let x = match &self.clip {
+            Some(clip) => clip.input.clamp(x)?,
+            None => x.clone(),
+        };
         let y = x.contiguous()?.apply_op2(&self.weight_oi.contiguous()?, Project { shape })?;
-        match &self.bias_o {
-            Some(bias_o) => y.broadcast_add(&bias_o.reshape(outputs)?),
+        let y = match &self.bias_o {
+            Some(bias_o) => y.broadcast_add(&bias_o.reshape(outputs)?)?,
+            None => y,
+        };
+        match &self.clip {
+            Some(clip) => clip.output.clamp(&y),
             None => Ok(y),
         }
     }
@@ -110,7 +126,8 @@ mod tests {
         let weight = Var::from_tensor(&random(&[8, 5], DType::F64, 2)?)?;
         let bias = Var::from_tensor(&random(&[8], DType::F64, 3)?)?;
         let grad = random(&[2, 3, 4, 2], DType::F64, 4)?;
-        let linear = Linear { weight_oi: weight.as_tensor().clone(), bias_o: Some(bias.as_tensor().clone()) };
+        let (weight_oi, bias_o) = (weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
+        let linear = Linear { weight_oi, bias_o, clip: None };
         let found = linear.heads(&x, 2)?;
         let plain = x.reshape((6, 5))?.matmul(&weight.t()?)?.broadcast_add(&bias)?.reshape((2, 3, 4, 2))?;
         assert_close("y", &found, &plain, 1e-12)?;

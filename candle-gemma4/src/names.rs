@@ -2,6 +2,7 @@
 
 pub(crate) mod moe;
 
+use crate::clip;
 use crate::config::{Architecture, Config, LayerConfig, PatchEmbedderConfig, TextConfig, VisionConfig};
 
 pub(crate) const LM_HEAD: &str = "lm_head.weight";
@@ -198,6 +199,14 @@ impl Table {
                 self.matrix(format!("{prefix}.self_attn.{name}.linear.weight"), &[outputs, inputs]);
             }
             self.mlp(&prefix, "linear.weight", hidden, vision.intermediate_size);
+            if vision.use_clipped_linears {
+                for name in ["q_proj", "k_proj", "v_proj", "o_proj"] {
+                    self.bounds(&format!("{prefix}.self_attn.{name}"));
+                }
+                for name in ["gate_proj", "up_proj", "down_proj"] {
+                    self.bounds(&format!("{prefix}.mlp.{name}"));
+                }
+            }
             self.norms(&prefix, hidden);
             for name in ["q_norm", "k_norm"] {
                 self.push(format!("{prefix}.self_attn.{name}.weight"), &[vision.head_dim], Role::HeadNorm);
@@ -209,6 +218,14 @@ impl Table {
         }
     }
 
+    /// The bounds of a clipped projection.
+    fn bounds(&mut self, projection: &str) {
+        for (name, fresh) in clip::BOUNDS {
+            self.push(format!("{projection}.{name}"), &[], Role::Buffer { fresh });
+        }
+    }
+
+    /// What a unified model has in the place of a vision tower.
     fn patch_embedder(&mut self, embedder: &PatchEmbedderConfig) {
         let (width, patch_len) = (embedder.width, embedder.patch_len());
         let name = |part: &str| format!("{PATCH_EMBEDDER}.{part}");

@@ -60,6 +60,7 @@ impl PatchEmbedder {
         let dense = Linear {
             weight_oi: weights.get(&name("patch_dense.weight"), &[width, patch_len])?,
             bias_o: Some(weights.get(&name("patch_dense.bias"), &[width])?),
+            clip: None,
         };
         let projection = weights.get(names::VISION_PROJECTION, &[config.text.hidden_size, width])?;
         Ok(Self {
@@ -69,7 +70,7 @@ impl PatchEmbedder {
             position_table: weights.get(&name("pos_embedding"), &[shape.position_embedding_size, 2, width])?,
             position_norm: LayerNorm::new("pos_norm", width, weights)?,
             projection_norm: RmsNorm { weight: None, eps: shape.rms_norm_eps },
-            projection: Linear { weight_oi: projection, bias_o: None },
+            projection: Linear::plain(projection),
             patch_len,
         })
     }

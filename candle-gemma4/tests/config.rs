@@ -189,7 +189,7 @@ fn what_cannot_run_is_refused_with_field_and_value() {
         ("text_config.rope_parameters.full_attention.partial_rotary_factor", "1.5", "a number from 0 to 1"),
         ("text_config.rope_parameters.sliding_attention.partial_rotary_factor", "0.5", "it must be 1"),
         ("text_config.rope_parameters.sliding_attention.factor", "2", "has no factor"),
-        ("vision_config.use_clipped_linears", "true", "clipped linear layers are not supported yet"),
+        ("vision_config.use_clipped_linears", "1", "true or false is needed"),
         ("vision_config.attention_bias", "true", "biases in the vision tower are not supported yet"),
         ("vision_config.attention_dropout", "0.2", "attention dropout is not supported yet"),
         ("vision_config.hidden_activation", "\"gelu\"", "allowed: \"gelu_pytorch_tanh\""),

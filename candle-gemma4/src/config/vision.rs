@@ -28,6 +28,8 @@ pub struct VisionConfig {
     pub pooling_kernel_size: usize,
     /// Rows of each axis' table of positions.
     pub position_embedding_size: usize,
+    /// Inputs and outputs of the layers' projections are cut to bounds from the checkpoint.
+    pub use_clipped_linears: bool,
     /// The pooled features are shifted and scaled by `std_bias` and `std_scale`.
     pub standardize: bool,
     /// Standard deviation that fresh matrices have at least.
@@ -58,7 +60,6 @@ impl VisionConfig {
     pub(super) fn read(fields: &Fields) -> Result<Self> {
         fields.only("model_type", "gemma4_vision")?;
         fields.only("hidden_activation", "gelu_pytorch_tanh")?;
-        fields.refuse_feature("use_clipped_linears", "clipped linear layers are")?;
         fields.refuse_feature("attention_bias", "biases in the vision tower are")?;
         fields.refuse_feature("attention_dropout", "attention dropout is")?;
         let config = Self {
@@ -73,6 +74,7 @@ impl VisionConfig {
             patch_size: fields.size("patch_size")?,
             pooling_kernel_size: fields.size("pooling_kernel_size")?,
             position_embedding_size: fields.size("position_embedding_size")?,
+            use_clipped_linears: fields.flag("use_clipped_linears", false)?,
             standardize: fields.flag("standardize", false)?,
             initializer_range: fields.positive_if_present("initializer_range")?.unwrap_or(0.02),
         };

@@ -93,7 +93,7 @@ impl Router {
         let normed = RmsNorm { weight: None, eps: self.eps }.forward(&x_rh.to_dtype(dtype)?)?;
         let root = (x_rh.dim(1)? as f64).powf(-0.5);
         let scaled = (normed.broadcast_mul(&self.scale_h.to_dtype(dtype)?)? * root)?;
-        Linear { weight_oi: self.proj_eh.to_dtype(dtype)?, bias_o: None }.forward(&scaled)
+        Linear::plain(self.proj_eh.to_dtype(dtype)?).forward(&scaled)
     }
 
     /// Softmax over the chosen logits: what softmax over all of them gives after the chosen are scaled to sum 1.
