@@ -41,12 +41,18 @@ struct Plan {
     features: u32,
 }
 
+/// What the rows of an embedding table of this width are multiplied with: sqrt(width), rounded to the type that the
+/// forward pass holds. Copies of the table in another type, as an optimizer may have, do not count.
+pub(crate) fn table_scale(width: usize, dtype: DType) -> Result<f64> {
+    let scale = Tensor::new((width as f64).sqrt(), &Device::Cpu)?.to_dtype(dtype)?;
+    Ok(scale.to_dtype(DType::F64)?.to_scalar()?)
+}
+
 impl Embedding {
     pub(crate) fn new(config: &Config, weights: &Weights) -> Result<Self> {
         let (vocab, hidden) = (config.text.vocab_size, config.text.hidden_size);
         let table_vh = weights.get(&names::embed_tokens(config), &[vocab, hidden])?;
-        let scale = Tensor::new((hidden as f64).sqrt(), &Device::Cpu)?.to_dtype(table_vh.dtype())?;
-        let scale = scale.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+        let scale = table_scale(hidden, table_vh.dtype())?;
         Ok(Self { table_vh, scale, config: config.clone() })
     }
 

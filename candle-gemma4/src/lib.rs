@@ -56,4 +56,4 @@ pub use model::{Inputs, Model};
 pub use names::{Role, TensorSpec, tensors};
 pub use recompute::Recompute;
 pub use tap::Tap;
-pub use weights::{Mismatch, Weights, WrongShape};
+pub use weights::{FileFault, LoadOptions, Mismatch, Notice, OtherPrefix, Part, SaveOptions, Weights, WrongShape};

@@ -59,6 +59,9 @@ pub enum Role {
         /// Value of a fresh one.
         fresh: f64,
     },
+    /// A tensor that released files have and the model does not read. May be absent; if present it is kept in the
+    /// file's bytes and saved, whatever its shape. Fresh weights have none.
+    Unused,
 }
 
 /// One tensor of a model.
@@ -75,11 +78,11 @@ pub struct TensorSpec {
 impl TensorSpec {
     /// Whether training changes it.
     pub fn is_trained(&self) -> bool {
-        !matches!(self.role, Role::Buffer { .. })
+        !matches!(self.role, Role::Buffer { .. } | Role::Unused)
     }
 }
 
-/// Every tensor that a checkpoint with this configuration has, in no particular order.
+/// Every tensor that a checkpoint with this configuration has or may have, in no particular order.
 pub fn tensors(config: &Config) -> Vec<TensorSpec> {
     let text = &config.text;
     let mut table = Table { specs: Vec::new(), range: text.initializer_range };
