@@ -186,3 +186,42 @@ impl Images<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn the_factor_of_embeddings_is_rounded_as_in_transformers() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/weights/embedding_scale.json");
+        let facts: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let facts = facts.as_object().unwrap();
+        assert_eq!(facts.len(), 7);
+        for (width, factors) in facts {
+            let width: usize = width.parse().unwrap();
+            assert_eq!(table_scale(width, DType::F32).unwrap(), factors["f32 model"].as_f64().unwrap(), "{width}");
+            assert_eq!(table_scale(width, DType::BF16).unwrap(), factors["bf16 model"].as_f64().unwrap(), "{width}");
+        }
+    }
+
+    #[test]
+    fn looked_up_rows_are_scaled_in_the_type_of_the_table() -> Result<()> {
+        let json = include_str!("../../fixtures/gemma4-dense/checkpoint/config.json");
+        let json = json.replace("\"hidden_size\": 32", "\"hidden_size\": 1152");
+        let config = Config::from_json(&json)?;
+        assert_eq!(config.text.hidden_size, 1152);
+        for (dtype, factor) in [(DType::F32, 33.941123962402344), (DType::BF16, 34.0)] {
+            let weights = Weights::random(&config, dtype, &Device::Cpu, 5)?;
+            let embedding = Embedding::new(&config, &weights)?;
+            let found = embedding.forward(&Tensor::new(&[[300u32, 301]], &Device::Cpu)?, None)?;
+            let rows = embedding.table_vh.narrow(0, 300, 2)?.to_dtype(DType::F64)?;
+            let expected = (rows * factor)?.to_dtype(dtype)?.to_dtype(DType::F64)?;
+            let found = found.squeeze(0)?.to_dtype(DType::F64)?;
+            let worst = (found / expected)?.affine(1.0, -1.0)?.abs()?.max_all()?.to_scalar::<f64>()?;
+            assert!(worst < 1e-6, "{dtype:?}: {worst}");
+        }
+        Ok(())
+    }
+}

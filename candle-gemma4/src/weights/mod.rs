@@ -8,6 +8,8 @@ mod options;
 mod part;
 mod pieces;
 mod save;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -190,7 +192,8 @@ impl Weights {
             contents.insert(name.clone(), Content::Tensor { tensor, dtype: converted(tensor) });
         }
         if let Some(kept) = &self.kept {
-            contents.extend(kept.tensors.iter().filter_map(|tensor| Some((tensor.name.clone(), kept.content(tensor)?))));
+            contents
+                .extend(kept.tensors.iter().filter_map(|tensor| Some((tensor.name.clone(), kept.content(tensor)?))));
         }
         contents
     }
@@ -244,7 +247,11 @@ impl Kept {
         let pieces = tensor.pieces.iter().map(|piece| self.files.bytes(piece));
         let pieces: Vec<_> = pieces.collect::<Option<_>>()?;
         let dtype = pieces.first()?.0.dtype;
-        Some(Content::Bytes { dtype, shape: tensor.shape.clone(), runs: pieces.iter().map(|(_, bytes)| *bytes).collect() })
+        Some(Content::Bytes {
+            dtype,
+            shape: tensor.shape.clone(),
+            runs: pieces.iter().map(|(_, bytes)| *bytes).collect(),
+        })
     }
 }
 

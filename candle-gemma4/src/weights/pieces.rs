@@ -33,7 +33,12 @@ fn split(spec: &TensorSpec) -> Option<Vec<Piece>> {
         name: format!("{prefix}.{expert}.{matrix}.weight"),
         shape: shape.clone(),
     };
-    Some((0..experts).flat_map(|expert| matrices.iter().map(move |matrix| (expert, matrix))).map(|(e, m)| piece(e, m)).collect())
+    Some(
+        (0..experts)
+            .flat_map(|expert| matrices.iter().map(move |matrix| (expert, matrix)))
+            .map(|(e, m)| piece(e, m))
+            .collect(),
+    )
 }
 
 /// How files hold a tensor: in pieces if they lack the whole and have at least one piece, else whole.

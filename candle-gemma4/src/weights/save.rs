@@ -237,8 +237,15 @@ mod tests {
         for name in ["model-00001-of-00002.safetensors", "model-12345-of-99999.safetensors"] {
             assert!(is_shard_name(name), "{name}");
         }
-        for name in ["model.safetensors", "model-1-of-2.safetensors", "model-00001-of-00002.bin", "model-adapter.safetensors",
-            "adapter_model-00001-of-00002.safetensors", "model-00001-of-0000x.safetensors", "model-00001.safetensors"] {
+        for name in [
+            "model.safetensors",
+            "model-1-of-2.safetensors",
+            "model-00001-of-00002.bin",
+            "model-adapter.safetensors",
+            "adapter_model-00001-of-00002.safetensors",
+            "model-00001-of-0000x.safetensors",
+            "model-00001.safetensors",
+        ] {
             assert!(!is_shard_name(name), "{name}");
         }
     }
