@@ -261,6 +261,29 @@ fn a_save_that_fails_leaves_the_old_checkpoint() {
 }
 
 #[test]
+fn a_save_that_stops_between_files_never_leaves_a_mixture() {
+    let weights = load(&checkpoint()).unwrap();
+    for (limit, same_names) in [(80_000, true), (200_000, false)] {
+        let dir = sharded(80_000);
+        let before = all_values(&load(dir.path()).unwrap());
+        // Nothing can be moved to where a folder is; the files before it have been moved then.
+        let last = shards(sharded(limit).path()).pop().unwrap();
+        let blocked = dir.path().join(&last);
+        let _ = std::fs::remove_file(&blocked);
+        std::fs::create_dir_all(blocked.join("in the way")).unwrap();
+        let halved = |x: &candle_core::Var| x.set(&(x.as_tensor() * 0.5).unwrap()).unwrap();
+        weights.variables().values().for_each(halved);
+        let options = SaveOptions::new().max_shard_bytes(limit);
+        assert!(weights.save_with(dir.path(), &config(), &options).is_err());
+        assert!(shards(dir.path()).contains(&last.replacen(&last[6..11], "00001", 1)), "the first file was moved");
+        match same_names {
+            true => assert!(load(dir.path()).unwrap_err().to_string().contains("neither model.safetensors nor")),
+            false => assert_eq!(all_values(&load(dir.path()).unwrap()), before),
+        }
+    }
+}
+
+#[test]
 fn a_frozen_tower_gets_no_gradient_and_is_written_back_byte_for_byte() {
     let mixed: Tensors = on_disk()
         .into_iter()

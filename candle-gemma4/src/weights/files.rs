@@ -87,7 +87,7 @@ impl WeightFiles {
             }
         }
         for (tensor, name) in &index.weight_map {
-            if !place.get(tensor).is_some_and(|&number| file_name(files[number].path()) == *name) {
+            if place.get(tensor).is_none_or(|&number| file_name(files[number].path()) != *name) {
                 return Err(wrong(format!("tensor {tensor} should be in {name} but is not")));
             }
         }

@@ -162,8 +162,9 @@ impl Weights {
     /// have or in that of the options; `dtype` in `config.json` is set to it, because it is the type in which
     /// transformers loads. All others are written as they were loaded.
     ///
-    /// Files are written beside their places first and moved there when all are complete, the index last, so that a
-    /// crash leaves the old checkpoint or the new one, and never a mixture. The folder may be the one loaded from.
+    /// Files are written beside their places first and moved there when all are complete, the index last. A crash
+    /// leaves the old checkpoint or the new one; if it falls between the moves of shards that replace others of the
+    /// same names, the folder has no index and does not load. The folder may be the one loaded from.
     ///
     /// # Errors
     /// A file cannot be written, or the type is not one of BF16, F16, F32, F64.

@@ -36,7 +36,7 @@ pub(super) type Contents<'a> = BTreeMap<String, Content<'a>>;
 /// Writes all weight files into a folder and removes those of an earlier save.
 ///
 /// Everything is written beside its place before anything is replaced. While files are replaced, a reader finds the
-/// old checkpoint, the new one, or (between the shards of two saves) none, but never a mixture.
+/// old checkpoint, the new one or, where new shards take the names of old ones, for that moment none: never a mixture.
 pub(super) fn save_weights(dir: &Path, contents: &Contents, max_shard_bytes: u64) -> Result<()> {
     let shards = divide(contents, max_shard_bytes);
     let (single, index) = (dir.join(SINGLE_FILE), dir.join(INDEX_FILE));
@@ -53,8 +53,9 @@ pub(super) fn save_weights(dir: &Path, contents: &Contents, max_shard_bytes: u64
     let files = files.map(|(shard, name)| Pending::tensors(&dir.join(name), contents, shard));
     let files: Vec<Pending> = files.collect::<Result<_>>()?;
     let new_index = Pending::text(&index, &text)?;
-    if index.exists() {
-        // Its shards may have the names of the new ones. A single file beside it was not in use, and would be next.
+    if index.exists() && names.iter().any(|name| dir.join(name).exists()) {
+        // With the old index, old and new shards would be taken for one checkpoint. A single file beside the index
+        // was not in use, and would be read next.
         remove(&single)?;
         remove(&index)?;
     }
