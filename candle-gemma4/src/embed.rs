@@ -41,11 +41,18 @@ struct Plan {
     features: u32,
 }
 
+/// What the rows of an embedding table of this width are multiplied with: sqrt(width), rounded to the type that the
+/// forward pass holds. Copies of the table in another type, as an optimizer may have, do not count.
+pub(crate) fn table_scale(width: usize, dtype: DType) -> Result<f64> {
+    let scale = Tensor::new((width as f64).sqrt(), &Device::Cpu)?.to_dtype(dtype)?;
+    Ok(scale.to_dtype(DType::F64)?.to_scalar()?)
+}
+
 impl Embedding {
     pub(crate) fn new(config: &Config, weights: &Weights) -> Result<Self> {
         let (vocab, hidden) = (config.text.vocab_size, config.text.hidden_size);
         let table_vh = weights.get(&names::embed_tokens(config), &[vocab, hidden])?;
-        let scale = embedding_scale(hidden, table_vh.dtype())?;
+        let scale = table_scale(hidden, table_vh.dtype())?;
         Ok(Self { table_vh, scale, config: config.clone() })
     }
 
@@ -131,12 +138,6 @@ impl Embedding {
     }
 }
 
-/// sqrt(width), rounded to the type of a table whose rows it multiplies.
-pub(crate) fn embedding_scale(width: usize, dtype: DType) -> Result<f64> {
-    let scale = Tensor::new((width as f64).sqrt(), &Device::Cpu)?.to_dtype(dtype)?;
-    Ok(scale.to_dtype(DType::F64)?.to_scalar::<f64>()?)
-}
-
 impl Plan {
     fn push_text(&mut self, id: u32, pad_token_id: Option<u32>) {
         if Some(id) == pad_token_id {
@@ -183,5 +184,44 @@ impl Images<'_> {
             0 => Ok(()),
             _ => Err(Error::UnusedImages { given: self.per_image.len(), used: self.next, row: self.last_row }),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn the_factor_of_embeddings_is_rounded_as_in_transformers() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/weights/embedding_scale.json");
+        let facts: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let facts = facts.as_object().unwrap();
+        assert_eq!(facts.len(), 7);
+        for (width, factors) in facts {
+            let width: usize = width.parse().unwrap();
+            assert_eq!(table_scale(width, DType::F32).unwrap(), factors["f32 model"].as_f64().unwrap(), "{width}");
+            assert_eq!(table_scale(width, DType::BF16).unwrap(), factors["bf16 model"].as_f64().unwrap(), "{width}");
+        }
+    }
+
+    #[test]
+    fn looked_up_rows_are_scaled_in_the_type_of_the_table() -> Result<()> {
+        let json = include_str!("../../fixtures/gemma4-dense/checkpoint/config.json");
+        let json = json.replace("\"hidden_size\": 32", "\"hidden_size\": 1152");
+        let config = Config::from_json(&json)?;
+        assert_eq!(config.text.hidden_size, 1152);
+        for (dtype, factor) in [(DType::F32, 33.941123962402344), (DType::BF16, 34.0)] {
+            let weights = Weights::random(&config, dtype, &Device::Cpu, 5)?;
+            let embedding = Embedding::new(&config, &weights)?;
+            let found = embedding.forward(&Tensor::new(&[[300u32, 301]], &Device::Cpu)?, None)?;
+            let rows = embedding.table_vh.narrow(0, 300, 2)?.to_dtype(DType::F64)?;
+            let expected = (rows * factor)?.to_dtype(dtype)?.to_dtype(DType::F64)?;
+            let found = found.squeeze(0)?.to_dtype(DType::F64)?;
+            let worst = (found / expected)?.affine(1.0, -1.0)?.abs()?.max_all()?.to_scalar::<f64>()?;
+            assert!(worst < 1e-6, "{dtype:?}: {worst}");
+        }
+        Ok(())
     }
 }

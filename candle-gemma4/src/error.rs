@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::weights::Mismatch;
+use crate::weights::{FileFault, Mismatch};
 
 /// What every fallible function of this crate returns.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -65,9 +65,24 @@ pub enum Error {
         mismatch: Box<Mismatch>,
     },
 
-    /// A weight file is cut short, has a broken header, or cannot be written.
+    /// Weight files are absent or have not the length that their headers give.
     #[error(
-        "{}: not a usable safetensors file ({reason}); it may be cut short: copy or download it again",
+        "{}: {} of {files} weight file(s) cannot be used: {}; copy or download them again",
+        path.display(), faults.len(), faults.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+    )]
+    WeightFiles {
+        /// The only file, or the index.
+        path: PathBuf,
+        /// Number of files that make up the checkpoint.
+        files: usize,
+        /// All that is wrong with them.
+        faults: Vec<FileFault>,
+    },
+
+    /// A weight file has a broken header.
+    #[error(
+        "{}: not a usable safetensors file ({reason}); an error page or a Git LFS pointer may lie in its place: \
+         download it again",
         path.display()
     )]
     WeightFile {

@@ -61,4 +61,4 @@ pub use model::{Inputs, LocalInputs, Model};
 pub use names::{Role, TensorSpec, tensors};
 pub use recompute::Recompute;
 pub use tap::Tap;
-pub use weights::{Mismatch, Weights, WrongShape};
+pub use weights::{FileFault, LoadOptions, Mismatch, Notice, OtherPrefix, Part, SaveOptions, Weights, WrongShape};

@@ -82,6 +82,9 @@ pub enum Role {
         /// Value of a fresh one.
         fresh: f64,
     },
+    /// A tensor that released files have and the model does not read. May be absent; if present it is kept in the
+    /// file's bytes and saved, whatever its shape. Fresh weights have none.
+    Unused,
 }
 
 /// One tensor of a model.
@@ -98,11 +101,11 @@ pub struct TensorSpec {
 impl TensorSpec {
     /// Whether training changes it.
     pub fn is_trained(&self) -> bool {
-        !matches!(self.role, Role::Buffer { .. })
+        !matches!(self.role, Role::Buffer { .. } | Role::Unused)
     }
 }
 
-/// Every tensor that a checkpoint with this configuration has, in no particular order.
+/// Every tensor that a checkpoint with this configuration has or may have, in no particular order.
 pub fn tensors(config: &Config) -> Vec<TensorSpec> {
     let text = &config.text;
     let mut table = Table { specs: Vec::new(), range: text.initializer_range };
@@ -152,25 +155,29 @@ impl Table {
         let hidden = text.hidden_size;
         let query_width = text.num_attention_heads * layer.head_dim;
         let key_width = layer.num_key_value_heads * layer.head_dim;
-        let mut projections = vec![("q_proj", query_width, hidden), ("o_proj", hidden, query_width)];
-        if layer.keys_of.is_none() {
-            projections.push(("k_proj", key_width, hidden));
-            if !layer.keys_are_values {
-                projections.push(("v_proj", key_width, hidden));
-            }
+        let mut projections = vec![("q_proj", query_width, hidden), ("k_proj", key_width, hidden)];
+        if !layer.keys_are_values {
+            projections.push(("v_proj", key_width, hidden));
         }
+        projections.push(("o_proj", hidden, query_width));
+        let first = self.specs.len();
         for (name, outputs, inputs) in projections {
             self.matrix(format!("{prefix}.self_attn.{name}.weight"), &[outputs, inputs]);
             if text.attention_bias {
                 self.push(format!("{prefix}.self_attn.{name}.bias"), &[outputs], Role::Bias);
             }
         }
+        for name in ["q_norm", "k_norm"] {
+            self.push(format!("{prefix}.self_attn.{name}.weight"), &[layer.head_dim], Role::HeadNorm);
+        }
+        if layer.keys_of.is_some() {
+            // Released files carry them although the layer reads the keys and values of another one.
+            let fillers = ["k_proj", "v_proj", "k_norm"].map(|name| format!("{prefix}.self_attn.{name}."));
+            let is_filler = |spec: &&mut TensorSpec| fillers.iter().any(|filler| spec.name.starts_with(filler));
+            self.specs[first..].iter_mut().filter(is_filler).for_each(|spec| spec.role = Role::Unused);
+        }
         self.mlp(prefix, "weight", hidden, layer.intermediate_size);
         self.norms(prefix, hidden);
-        self.push(format!("{prefix}.self_attn.q_norm.weight"), &[layer.head_dim], Role::HeadNorm);
-        if layer.keys_of.is_none() {
-            self.push(format!("{prefix}.self_attn.k_norm.weight"), &[layer.head_dim], Role::HeadNorm);
-        }
         if let Some(moe) = &text.moe {
             self.specs.extend(moe::tensors(prefix, hidden, moe, self.range));
         }

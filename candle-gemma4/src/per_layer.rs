@@ -7,7 +7,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use crate::config::{Config, PerLayerConfig};
-use crate::embed::embedding_scale;
+use crate::embed::table_scale;
 use crate::error::{Error, Result};
 use crate::linear::Linear;
 use crate::mlp::gelu_gate;
@@ -47,7 +47,7 @@ impl PerLayerEmbedding {
         let projection = Linear::plain(weights.get(&names::per_layer_projection(config), &[total, hidden])?);
         let norm = weights.get(&names::per_layer_norm(config), &[shape.width])?;
         Ok(Self {
-            scale: embedding_scale(shape.width, table.dtype())?,
+            scale: table_scale(shape.width, table.dtype())?,
             table,
             projection,
             norm: RmsNorm { weight: Some(norm), eps: config.text.rms_norm_eps },

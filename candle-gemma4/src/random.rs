@@ -22,7 +22,7 @@ pub(crate) fn tensor(spec: &TensorSpec, dtype: DType, device: &Device, seed: u64
             let deviation = range.max(1.0 / (fan_in as f64).sqrt());
             Normal::new(seed, &spec.name).take(count).map(|value| value * deviation).collect()
         }
-        Role::Bias => vec![0.0; count],
+        Role::Bias | Role::Unused => vec![0.0; count],
         Role::Norm => vec![1.0; count],
         Role::HeadNorm => vec![(count as f64).powf(-0.25); count],
         Role::Buffer { fresh } => vec![fresh; count],

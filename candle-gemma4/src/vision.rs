@@ -47,7 +47,7 @@ impl VisionTower {
     pub(crate) fn new(config: &Config, vision: &VisionConfig, weights: &Weights) -> Result<Self> {
         let hidden = vision.hidden_size;
         let plain = |name: &str, outputs: usize, inputs: usize| -> Result<Linear> {
-            Ok(Linear { weight_oi: weights.get(name, &[outputs, inputs])?, bias_o: None, clip: None })
+            Ok(Linear::plain(weights.get(name, &[outputs, inputs])?))
         };
         let layers = 0..vision.num_hidden_layers;
         let standardize = match vision.standardize {

@@ -17,7 +17,7 @@ fn refusal(changes: &[(&str, &str)]) -> String {
 fn every_setting_is_read() {
     let config = Config::from_folder(&checkpoint()).unwrap();
     let text = &config.text;
-    assert_eq!((text.vocab_size, text.hidden_size, text.intermediate_size), (512, 32, 64));
+    assert_eq!((text.vocab_size, text.hidden_size, text.layers[0].intermediate_size), (512, 32, 64));
     assert_eq!((text.num_hidden_layers, text.num_attention_heads, text.sliding_window), (6, 4, 16));
     let layers: Vec<_> = text.layers.iter().map(|l| (l.kind, l.head_dim, l.num_key_value_heads)).collect();
     let (sliding, full) = ((LayerKind::Sliding, 16, 2), (LayerKind::Full, 32, 1));

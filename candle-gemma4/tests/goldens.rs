@@ -27,6 +27,10 @@ fn golden(name: &str) -> PathBuf {
 fn assert_variant(name: &str) {
     let folder = variant(name);
     assert_golden(&folder, &folder.join("case.safetensors"), Some(&folder.join("grads.safetensors")));
+    let packed = folder.join("packed.safetensors");
+    if packed.exists() {
+        assert_golden(&folder, &packed, None);
+    }
 }
 
 #[test]
@@ -47,6 +51,36 @@ fn padded_rows() {
 #[test]
 fn packed_documents() {
     assert_golden(&checkpoint(), &golden("case4_packed"), Some(&golden("case4_packed.grads")));
+}
+
+/// Experts beside the MLP of every layer.
+#[test]
+fn experts() {
+    let golden = |name: &str| fixture("gemma4-moe/goldens").join(format!("{name}.safetensors"));
+    let model = fixture("gemma4-moe/checkpoint");
+    assert_golden(&model, &golden("case1_text"), None);
+    assert_golden(&model, &golden("case2_images"), Some(&golden("case2_images.grads")));
+    assert_golden(&model, &golden("case3_padded"), None);
+    assert_golden(&model, &golden("case4_packed"), Some(&golden("case4_packed.grads")));
+}
+
+/// Experts with other settings.
+#[test]
+fn unusual_experts() {
+    assert_variant("moe");
+}
+
+/// Per-layer embeddings, shared keys and values.
+#[test]
+fn unusual_effective() {
+    assert_variant("effective");
+    assert_variant("effective_plain_mlp");
+}
+
+/// No tower, with other settings.
+#[test]
+fn unusual_unified() {
+    assert_variant("unified");
 }
 
 /// No tower: patches go through norms and projections.

@@ -105,10 +105,24 @@ fn a_broken_file_is_a_typed_error() {
     let whole = std::fs::read(checkpoint().join("model.safetensors")).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.safetensors");
-    for keep in [whole.len() - 1, whole.len() / 2, 100, 8, 3, 0] {
+    let header_end = 8 + u64::from_le_bytes(*whole.first_chunk().unwrap()) as usize;
+    let kept = [(whole.len() - 1, whole.len()), (whole.len() / 2, whole.len()), (100, header_end), (8, header_end)];
+    for (keep, expected) in kept.into_iter().chain([(3, 8), (0, 8)]) {
         std::fs::write(&path, &whole[..keep]).unwrap();
         let error = load(dir.path(), &config).unwrap_err();
-        assert!(matches!(error, Error::WeightFile { .. }), "{keep} bytes: {error}");
+        assert!(matches!(error, Error::WeightFiles { files: 1, .. }), "{keep} bytes: {error}");
+        let message = error.to_string();
+        assert!(message.contains("model.safetensors is cut short ("), "{message}");
+        assert!(message.contains(&expected.to_string()) && message.contains(&format!("{keep} ")), "{message}");
+    }
+    std::fs::write(&path, [whole.as_slice(), &[0]].concat()).unwrap();
+    let message = load(dir.path(), &config).unwrap_err().to_string();
+    let lengths = format!("is too long ({} bytes expected by its header, {} found)", whole.len(), whole.len() + 1);
+    assert!(message.contains(&lengths), "{message}");
+    for content in ["version https://git-lfs.github.com/spec/v1\n", "\x02\0\0\0\0\0\0\0no"] {
+        std::fs::write(&path, content).unwrap();
+        let error = load(dir.path(), &config).unwrap_err();
+        assert!(matches!(error, Error::WeightFile { .. }), "{error}");
         assert!(error.to_string().contains("model.safetensors: not a usable safetensors file"), "{error}");
     }
     std::fs::remove_file(&path).unwrap();
@@ -160,7 +174,7 @@ fn an_index_that_lies_is_refused() {
     let outside = refusal(&|map| map["ghost.weight"] = "../model-0.safetensors".into());
     assert!(outside.contains("\"../model-0.safetensors\" is not the name of a file in the same folder"), "{outside}");
     let no_file = refusal(&|map| map["ghost.weight"] = "model-7.safetensors".into());
-    assert!(no_file.starts_with("cannot read") && no_file.contains("model-7.safetensors"), "{no_file}");
+    assert!(no_file.contains("model-7.safetensors is absent (1 tensor(s) should be in it)"), "{no_file}");
     std::fs::copy(dir.path().join("model-0.safetensors"), dir.path().join("model-2.safetensors")).unwrap();
     let double = refusal(&|map| map["ghost.weight"] = "model-2.safetensors".into());
     assert!(double.contains("is both in model-0.safetensors and in model-2.safetensors"), "{double}");
@@ -203,7 +217,9 @@ fn saved_weights_load_bit_for_bit() {
         files.sort();
         assert_eq!(files, ["config.json", "model.safetensors"], "nothing else is left behind");
         let config_again = Config::from_folder(&folder).unwrap();
-        assert_eq!(config_again, config);
+        assert_eq!(config_again.text, config.text);
+        // A folder in another type says so; else the text is the one that was read.
+        assert_eq!(config_again == config, dtype == DType::F32);
         assert_equal(&Weights::load(&folder, &config_again, dtype, &Device::Cpu).unwrap(), &weights);
         let bytes = std::fs::read(folder.join("model.safetensors")).unwrap();
         let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
@@ -305,6 +321,7 @@ fn fresh_weights_have_the_documented_spread() {
                 let neutral = if spec.name.ends_with("std_bias") { 0.0 } else { 1.0 };
                 assert!(found.iter().all(|&v| v == neutral), "{}", spec.name);
             }
+            Role::Unused => unreachable!("this model reads all tensors"),
         }
     }
 }

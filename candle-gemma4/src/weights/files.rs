@@ -1,25 +1,24 @@
-//! Reading and writing safetensors files: one file, or several behind an index.
+//! The weight files of a checkpoint: one file, or several behind an index.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fs::File;
-use std::io::Write;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use memmap2::Mmap;
-use safetensors::tensor::Metadata;
-use safetensors::{Dtype, SafeTensorError, SafeTensors};
+use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
 use serde::Deserialize;
 
+use super::file::{FileFault, Opened, WeightFile, file_name};
+use super::options::Notice;
 use crate::error::{Error, Result};
 
 /// Weights in one file.
 pub(super) const SINGLE_FILE: &str = "model.safetensors";
 /// The list of files that hold the weights together.
-const INDEX_FILE: &str = "model.safetensors.index.json";
+pub(super) const INDEX_FILE: &str = "model.safetensors.index.json";
 
-/// Bytes before the header: its length.
-const LENGTH_FIELD: usize = size_of::<u64>();
+/// Elements that are converted at a time.
+const CHUNK: usize = 1 << 22;
 
 /// The part of an index file that matters here.
 #[derive(Deserialize)]
@@ -29,26 +28,27 @@ struct Index {
 }
 
 /// The opened weight files of a checkpoint.
+#[derive(Debug)]
 pub(super) struct WeightFiles {
     path: PathBuf,
     files: Vec<WeightFile>,
     /// Which file holds a tensor.
     place: BTreeMap<String, usize>,
+    notices: Vec<Notice>,
 }
 
 impl WeightFiles {
-    /// Opens `model.safetensors` if there is one, else the files of the index.
+    /// Opens the files of the index if there is one, else `model.safetensors`.
+    ///
+    /// DIFFERENCE: transformers takes `model.safetensors` where both exist. Such a file is what an earlier save or a
+    /// second download left behind, and nothing says that it belongs to the shards' configuration.
     pub(super) fn open(dir: &Path) -> Result<Self> {
         let single = dir.join(SINGLE_FILE);
         let index = dir.join(INDEX_FILE);
-        if single.exists() {
-            let file = WeightFile::open(single.clone())?;
-            let place = file.names().into_iter().map(|name| (name, 0)).collect();
-            return Ok(Self { path: single, files: vec![file], place });
-        }
-        match index.exists() {
-            true => Self::open_index(dir, index),
-            false => {
+        match (index.exists(), single.exists()) {
+            (true, _) => Self::open_index(dir, index),
+            (false, true) => Self::open_single(single),
+            (false, false) => {
                 let cause = std::io::Error::new(
                     std::io::ErrorKind::NotFound,
                     format!("neither {SINGLE_FILE} nor {INDEX_FILE} is in this folder"),
@@ -58,35 +58,43 @@ impl WeightFiles {
         }
     }
 
-    fn open_index(dir: &Path, path: PathBuf) -> Result<Self> {
-        let text = std::fs::read_to_string(&path);
-        let text = text.map_err(|cause| Error::Io { action: "read", path: path.clone(), cause })?;
-        let index: Index =
-            serde_json::from_str(&text).map_err(|cause| Error::Json { what: path.display().to_string(), cause })?;
-        let wrong = |reason: String| Error::WeightIndex { path: path.clone(), reason };
-
-        let names: BTreeSet<&str> = index.weight_map.values().map(String::as_str).collect();
-        let mut files = Vec::with_capacity(names.len());
-        let mut place = BTreeMap::new();
-        for (number, name) in names.iter().enumerate() {
-            if Path::new(name).file_name() != Some(name.as_ref()) {
-                return Err(wrong(format!("\"{name}\" is not the name of a file in the same folder")));
+    fn open_single(path: PathBuf) -> Result<Self> {
+        match WeightFile::open(path.clone())? {
+            Opened::Faulty(fault) => Err(Error::WeightFiles { path, files: 1, faults: vec![fault] }),
+            Opened::Whole(file) => {
+                let place = file.names().into_iter().map(|name| (name, 0)).collect();
+                Ok(Self { path, files: vec![file], place, notices: Vec::new() })
             }
-            let file = WeightFile::open(dir.join(name))?;
+        }
+    }
+
+    fn open_index(dir: &Path, path: PathBuf) -> Result<Self> {
+        let index = Index::read(&path)?;
+        let names: BTreeSet<&str> = index.weight_map.values().map(String::as_str).collect();
+        let wrong = |reason: String| Error::WeightIndex { path: path.clone(), reason };
+        if let Some(name) = names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
+            return Err(wrong(format!("\"{name}\" is not the name of a file in the same folder")));
+        }
+        let files = open_all(dir, &path, &index, &names)?;
+
+        let mut place: BTreeMap<String, usize> = BTreeMap::new();
+        for (number, file) in files.iter().enumerate() {
             for tensor in file.names() {
                 if let Some(other) = place.insert(tensor.clone(), number) {
-                    let other = names.iter().nth(other).copied().unwrap_or_default();
-                    return Err(wrong(format!("tensor {tensor} is both in {other} and in {name}")));
+                    let (other, this) = (file_name(files[other].path()), file_name(file.path()));
+                    return Err(wrong(format!("tensor {tensor} is both in {other} and in {this}")));
                 }
             }
-            files.push(file);
         }
         for (tensor, name) in &index.weight_map {
-            if !place.contains_key(tensor) {
+            if place.get(tensor).is_none_or(|&number| file_name(files[number].path()) != *name) {
                 return Err(wrong(format!("tensor {tensor} should be in {name} but is not")));
             }
         }
-        Ok(Self { path, files, place })
+        let single = dir.join(SINGLE_FILE);
+        let stray = single.exists() && !names.contains(SINGLE_FILE);
+        let notices = stray.then(|| Notice::StrayFile { file: single, index: path.clone() }).into_iter().collect();
+        Ok(Self { path, files, place, notices })
     }
 
     /// The file or the index, for messages.
@@ -94,104 +102,98 @@ impl WeightFiles {
         &self.path
     }
 
+    /// What the user should know about the files.
+    pub(super) fn notices(&self) -> &[Notice] {
+        &self.notices
+    }
+
     /// Shape of every tensor in all files.
     pub(super) fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
-        let shape = |(name, &file): (&String, &usize)| (name.clone(), self.files[file].shape(name));
-        self.place.iter().map(shape).collect()
+        let shape = |name: &String| Some((name.clone(), self.info(name)?.shape.clone()));
+        self.place.keys().filter_map(shape).collect()
     }
 
-    /// One tensor, converted.
-    pub(super) fn tensor(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        let number = self
-            .place
-            .get(name)
-            .copied()
-            .ok_or_else(|| Error::Weight { name: name.to_string(), reason: "it is missing".to_string() })?;
-        self.files[number].tensor(name, dtype, device)
+    /// Type, shape and place of one tensor.
+    pub(super) fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.files[*self.place.get(name)?].info(name)
     }
-}
 
-/// One mapped file whose header has been checked against its length.
-struct WeightFile {
-    path: PathBuf,
-    map: Mmap,
-    header: Metadata,
-    /// Where the tensors' bytes start.
-    data_start: usize,
-}
+    /// The bytes of one tensor and what they are.
+    pub(super) fn bytes(&self, name: &str) -> Option<(&TensorInfo, &[u8])> {
+        let file = &self.files[*self.place.get(name)?];
+        let info = file.info(name)?;
+        Some((info, file.bytes(info)))
+    }
 
-impl WeightFile {
-    fn open(path: PathBuf) -> Result<Self> {
-        let failed = |cause| Error::Io { action: "read", path: path.clone(), cause };
-        let file = File::open(&path).map_err(failed)?;
-        // SAFETY: the map is only read. As with every mapped file, another process that cuts the file short while
-        // it is being loaded can end this one; loading is documented as reading a finished checkpoint.
-        let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
-        match SafeTensors::read_metadata(&map) {
-            Ok((header_len, header)) => Ok(Self { path, map, header, data_start: header_len + LENGTH_FIELD }),
-            Err(error) => Err(Error::WeightFile { path, reason: error.to_string() }),
+    /// Type of a tensor that is to be converted.
+    pub(super) fn dtype(&self, name: &str) -> Result<DType> {
+        let number = self.place.get(name).copied().ok_or_else(|| missing(name))?;
+        let file = &self.files[number];
+        match file.info(name).ok_or_else(|| missing(name))?.dtype {
+            Dtype::BF16 => Ok(DType::BF16),
+            Dtype::F16 => Ok(DType::F16),
+            Dtype::F32 => Ok(DType::F32),
+            Dtype::F64 => Ok(DType::F64),
+            other => {
+                let (path, found) = (file.path().to_path_buf(), format!("{other:?}"));
+                Err(Error::TensorType { path, name: name.to_string(), found })
+            }
         }
     }
 
-    fn names(&self) -> Vec<String> {
-        self.header.offset_keys()
-    }
-
-    fn shape(&self, name: &str) -> Vec<usize> {
-        self.header.info(name).map(|info| info.shape.clone()).unwrap_or_default()
-    }
-
-    fn tensor(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        let info = self
-            .header
-            .info(name)
-            .ok_or_else(|| Error::Weight { name: name.to_string(), reason: "it is missing".to_string() })?;
-        let on_disk = match info.dtype {
-            Dtype::BF16 => DType::BF16,
-            Dtype::F16 => DType::F16,
-            Dtype::F32 => DType::F32,
-            Dtype::F64 => DType::F64,
-            other => {
-                let found = format!("{other:?}");
-                return Err(Error::TensorType { path: self.path.clone(), name: name.to_string(), found });
+    /// Fills a contiguous tensor with the elements of these tensors, one after the other, converted to its type.
+    ///
+    /// Little by little, so that a conversion needs no room of the size of the tensor.
+    pub(super) fn fill<'a>(&self, target: &Tensor, names: impl Iterator<Item = &'a str>) -> Result<()> {
+        let flat = target.flatten_all()?;
+        let mut offset = 0;
+        for name in names {
+            let dtype = self.dtype(name)?;
+            let (_, bytes) = self.bytes(name).ok_or_else(|| missing(name))?;
+            for chunk in bytes.chunks(CHUNK * dtype.size_in_bytes()) {
+                let count = chunk.len() / dtype.size_in_bytes();
+                let chunk = Tensor::from_raw_buffer(chunk, dtype, &[count], &Device::Cpu)?;
+                let chunk = chunk.to_dtype(flat.dtype())?.to_device(flat.device())?;
+                flat.slice_set(&chunk, 0, offset)?;
+                offset += count;
             }
-        };
-        let (start, end) = info.data_offsets;
-        let bytes = &self.map[self.data_start + start..self.data_start + end];
-        let tensor = Tensor::from_raw_buffer(bytes, on_disk, &info.shape, &Device::Cpu)?;
-        Ok(tensor.to_dtype(dtype)?.to_device(device)?)
+        }
+        Ok(())
     }
 }
 
-/// Writes tensors in the layout that other libraries expect.
-pub(super) fn save_tensors<'a>(path: &Path, tensors: impl Iterator<Item = (&'a str, &'a Tensor)>) -> Result<()> {
-    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-    replace(path, |temporary| {
-        // The library leaves files that only their owner may read; a file made here has the usual permissions.
-        let permissions = File::create(temporary)?.metadata()?.permissions();
-        safetensors::serialize_to_file(tensors, Some(metadata), temporary).map_err(|error| match error {
-            SafeTensorError::IoError(cause) => cause,
-            other => std::io::Error::other(other),
-        })?;
-        std::fs::set_permissions(temporary, permissions)
-    })
+impl Index {
+    fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path);
+        let text = text.map_err(|cause| Error::Io { action: "read", path: path.to_path_buf(), cause })?;
+        serde_json::from_str(&text).map_err(|cause| Error::Json { what: path.display().to_string(), cause })
+    }
+
+    /// How many tensors are placed in a file.
+    fn tensors_in(&self, file: &str) -> usize {
+        self.weight_map.values().filter(|name| *name == file).count()
+    }
 }
 
-/// Writes a text file.
-pub(super) fn save_text(path: &Path, text: &str) -> Result<()> {
-    replace(path, |temporary| File::create(temporary)?.write_all(text.as_bytes()))
+/// Opens every file of an index, or reports all that are absent or have a wrong length.
+fn open_all(dir: &Path, path: &Path, index: &Index, names: &BTreeSet<&str>) -> Result<Vec<WeightFile>> {
+    let (mut files, mut faults) = (Vec::with_capacity(names.len()), Vec::new());
+    for &name in names {
+        match WeightFile::open(dir.join(name)) {
+            Ok(Opened::Whole(file)) => files.push(file),
+            Ok(Opened::Faulty(fault)) => faults.push(fault),
+            Err(Error::Io { cause, .. }) if cause.kind() == std::io::ErrorKind::NotFound => {
+                faults.push(FileFault::Absent { file: name.to_string(), tensors: index.tensors_in(name) });
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    match faults.is_empty() {
+        true => Ok(files),
+        false => Err(Error::WeightFiles { path: path.to_path_buf(), files: names.len(), faults }),
+    }
 }
 
-/// Writes beside the path, flushes to disk, then moves into place.
-fn replace(path: &Path, write: impl FnOnce(&Path) -> std::io::Result<()>) -> Result<()> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let temporary = path.with_file_name(format!(".{name}.{}.tmp", std::process::id()));
-    let done = write(&temporary)
-        .and_then(|()| File::open(&temporary)?.sync_all())
-        .and_then(|()| std::fs::rename(&temporary, path));
-    done.map_err(|cause| {
-        // The error that matters is the first one; a leftover that cannot be removed either changes nothing.
-        let _ = std::fs::remove_file(&temporary);
-        Error::Io { action: "write", path: path.to_path_buf(), cause }
-    })
+fn missing(name: &str) -> Error {
+    Error::Weight { name: name.to_string(), reason: "it is missing".to_string() }
 }

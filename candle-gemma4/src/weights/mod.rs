@@ -1,44 +1,130 @@
 //! A model's tensors under their names in a checkpoint.
 
+mod config_text;
+mod file;
 mod files;
 mod mismatch;
+mod options;
+mod part;
+mod pieces;
+mod save;
+#[cfg(test)]
+mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, Var};
 
-pub use self::mismatch::{Mismatch, WrongShape};
+pub use self::file::FileFault;
+use self::files::WeightFiles;
+pub use self::mismatch::{Mismatch, OtherPrefix, WrongShape};
+pub use self::options::{LoadOptions, Notice, SaveOptions};
+pub use self::part::Part;
+use self::pieces::Piece;
+use self::save::{Content, Contents};
 use crate::config::{CONFIG_FILE, Config};
 use crate::error::{Error, Result};
-use crate::names::{self, TensorSpec};
+use crate::names::{self, Role, TensorSpec};
 use crate::random;
 
-/// The trained tensors and the buffers of one model. All have one type and live on one device.
+/// The tensors of one model. Those that the model reads have one type and live on one device.
 ///
 /// The maps iterate in name order, which is also the order in which gradients are summed over ranks.
+///
+/// Tensors that training does not change are saved as they were loaded, in bytes and type. For that the files they
+/// came from stay mapped, not in memory; they must not be changed in place (replacing or removing them is fine).
 #[derive(Debug, Clone)]
 pub struct Weights {
     variables: BTreeMap<String, Var>,
     buffers: BTreeMap<String, Tensor>,
+    frozen: BTreeMap<String, Tensor>,
+    kept: Option<Arc<Kept>>,
+    notices: Vec<Notice>,
+}
+
+/// Tensors that are written back from the files they came from.
+#[derive(Debug)]
+struct Kept {
+    files: WeightFiles,
+    tensors: Vec<KeptTensor>,
+}
+
+/// One of them, as a model has it and as the files have it.
+#[derive(Debug)]
+struct KeptTensor {
+    name: String,
+    shape: Vec<usize>,
+    pieces: Vec<String>,
 }
 
 impl Weights {
-    /// Loads `model.safetensors`, or the files that `model.safetensors.index.json` lists, and converts to `dtype`.
+    /// Loads with the default [`LoadOptions`]; see [`Weights::load_with`].
     ///
     /// # Errors
-    /// A file is absent, cut short or has tensors of a type other than BF16, F16, F32, F64; or its tensors are not
-    /// exactly those the configuration asks for ([`Error::Mismatch`] lists all differences at once).
+    /// As [`Weights::load_with`].
     pub fn load(dir: &Path, config: &Config, dtype: DType, device: &Device) -> Result<Self> {
+        Self::load_with(dir, config, dtype, device, &LoadOptions::default())
+    }
+
+    /// Loads the files that `model.safetensors.index.json` lists, or `model.safetensors` if there is no index, and
+    /// converts to `dtype`, tensor by tensor. Experts may be stacked or one tensor each.
+    ///
+    /// # Errors
+    /// Files are absent or not as long as their headers say ([`Error::WeightFiles`] names them all); tensors have a
+    /// type other than BF16, F16, F32, F64; or the tensors are not exactly those the configuration asks for
+    /// ([`Error::Mismatch`] lists all differences at once). All this is found before any tensor is read.
+    pub fn load_with(
+        dir: &Path,
+        config: &Config,
+        dtype: DType,
+        device: &Device,
+        options: &LoadOptions,
+    ) -> Result<Self> {
+        Self::load_specs(dir, &names::tensors(config), dtype, device, options)
+    }
+
+    fn load_specs(
+        dir: &Path,
+        specs: &[TensorSpec],
+        dtype: DType,
+        device: &Device,
+        options: &LoadOptions,
+    ) -> Result<Self> {
         check_dtype(dtype)?;
-        let files = files::WeightFiles::open(dir)?;
-        let specs = names::tensors(config);
-        let mismatch = Mismatch::between(&specs, &files.shapes());
-        if !mismatch.is_empty() {
-            let path = files.path().to_path_buf();
-            return Err(Error::Mismatch { path, mismatch: Box::new(mismatch) });
+        let files = WeightFiles::open(dir)?;
+        let places = places(&files, specs)?;
+        let mut weights = Self::empty();
+        weights.notices = files.notices().to_vec();
+        let lacking = options.freeze.iter().filter(|&&part| !specs.iter().any(|spec| Part::of(&spec.name) == part));
+        weights.notices.extend(lacking.map(|&part| Notice::NothingToFreeze { part }));
+
+        let mut kept = Vec::new();
+        for (spec, pieces) in places {
+            let trained = spec.is_trained() && !options.freeze.contains(&Part::of(&spec.name));
+            let name = spec.name.clone();
+            if trained {
+                let variable = Var::zeros(spec.shape.as_slice(), dtype, device)?;
+                files.fill(&variable, pieces.iter().map(|piece| piece.name.as_str()))?;
+                weights.variables.insert(name, variable);
+                continue;
+            }
+            if spec.role != Role::Unused {
+                let constant = Tensor::zeros(spec.shape.as_slice(), dtype, device)?;
+                files.fill(&constant, pieces.iter().map(|piece| piece.name.as_str()))?;
+                let constants = if spec.is_trained() { &mut weights.frozen } else { &mut weights.buffers };
+                constants.insert(name.clone(), constant);
+            }
+            // An unread tensor has the shape that it has, whatever the table thinks.
+            let shape = match (spec.role, pieces.as_slice()) {
+                (Role::Unused, [whole]) => whole.shape.clone(),
+                _ => spec.shape.clone(),
+            };
+            kept.push(KeptTensor { name, shape, pieces: pieces.into_iter().map(|piece| piece.name).collect() });
         }
-        Self::collect(&specs, |spec| files.tensor(&spec.name, dtype, device))
+        weights.kept = (!kept.is_empty()).then(|| Arc::new(Kept { files, tensors: kept }));
+        Ok(weights)
     }
 
     /// Fresh weights; equal arguments give equal numbers, on any rank and machine.
@@ -50,23 +136,67 @@ impl Weights {
     /// `dtype` is not a floating point type that can be trained in.
     pub fn random(config: &Config, dtype: DType, device: &Device, seed: u64) -> Result<Self> {
         check_dtype(dtype)?;
-        let specs = names::tensors(config);
-        Self::collect(&specs, |spec| Ok(random::tensor(spec, dtype, device, seed)?))
+        let mut weights = Self::empty();
+        for spec in names::tensors(config).into_iter().filter(|spec| spec.role != Role::Unused) {
+            let tensor = random::tensor(&spec, dtype, device, seed)?;
+            match spec.is_trained() {
+                true => drop(weights.variables.insert(spec.name, Var::from_tensor(&tensor)?)),
+                false => drop(weights.buffers.insert(spec.name, tensor)),
+            }
+        }
+        Ok(weights)
     }
 
-    /// Writes `model.safetensors` (one file, in the type the weights have) and `config.json` into a folder, which
-    /// is made if need be. Each file is written beside its place first and then moved there, so that a crash leaves
-    /// the old file whole.
+    /// Saves with the default [`SaveOptions`]; see [`Weights::save_with`].
     ///
     /// # Errors
-    /// A file cannot be written.
+    /// As [`Weights::save_with`].
     pub fn save(&self, dir: &Path, config: &Config) -> Result<()> {
+        self.save_with(dir, config, &SaveOptions::default())
+    }
+
+    /// Writes weights and `config.json` into a folder, which is made if need be: `model.safetensors`, or shards and
+    /// their index where that would be too large. Weight files of an earlier save in this folder are removed.
+    ///
+    /// Names and layout are those of transformers, experts stacked. Trained tensors are written in the type they
+    /// have or in that of the options; `dtype` in `config.json` is set to it, because it is the type in which
+    /// transformers loads. All others are written as they were loaded.
+    ///
+    /// Files are written beside their places first and moved there when all are complete, the index last. A crash
+    /// leaves the old checkpoint or the new one; if it falls between the moves of shards that replace others of the
+    /// same names, the folder has no index and does not load. The folder may be the one loaded from.
+    ///
+    /// # Errors
+    /// A file cannot be written, or the type is not one of BF16, F16, F32, F64.
+    pub fn save_with(&self, dir: &Path, config: &Config, options: &SaveOptions) -> Result<()> {
+        options.dtype.map_or(Ok(()), check_dtype)?;
         let failed = |cause| Error::Io { action: "create", path: dir.to_path_buf(), cause };
         std::fs::create_dir_all(dir).map_err(failed)?;
-        let variables = self.variables.iter().map(|(name, var)| (name.as_str(), var.as_tensor()));
-        let buffers = self.buffers.iter().map(|(name, tensor)| (name.as_str(), tensor));
-        files::save_tensors(&dir.join(files::SINGLE_FILE), variables.chain(buffers))?;
-        files::save_text(&dir.join(CONFIG_FILE), &config.to_json())
+        save::save_weights(dir, &self.contents(options), options.max_shard_bytes)?;
+        let trained = self.variables.values().next().map(|variable| variable.dtype());
+        let text = match options.dtype.or(trained) {
+            Some(dtype) => config_text::with_dtype(&config.to_json(), dtype)?,
+            None => config.to_json(),
+        };
+        save::save_text(&dir.join(CONFIG_FILE), &text)
+    }
+
+    /// Everything that is saved: trained tensors converted, others as they were.
+    fn contents(&self, options: &SaveOptions) -> Contents<'_> {
+        let converted = |tensor: &Tensor| options.dtype.unwrap_or(tensor.dtype());
+        let mut contents = Contents::new();
+        for (name, variable) in &self.variables {
+            let tensor = variable.as_tensor();
+            contents.insert(name.clone(), Content::Tensor { tensor, dtype: converted(tensor) });
+        }
+        for (name, tensor) in &self.buffers {
+            contents.insert(name.clone(), Content::Tensor { tensor, dtype: converted(tensor) });
+        }
+        if let Some(kept) = &self.kept {
+            contents
+                .extend(kept.tensors.iter().filter_map(|tensor| Some((tensor.name.clone(), kept.content(tensor)?))));
+        }
+        contents
     }
 
     /// The tensors that training changes.
@@ -74,16 +204,26 @@ impl Weights {
         &self.variables
     }
 
-    /// The tensors that belong to the model but are not trained: layer scalars, the standardization of image
+    /// The tensors that belong to the model but are never trained: layer scalars, the standardization of image
     /// features.
     pub fn buffers(&self) -> &BTreeMap<String, Tensor> {
         &self.buffers
     }
 
+    /// The tensors of parts that were loaded frozen.
+    pub fn frozen(&self) -> &BTreeMap<String, Tensor> {
+        &self.frozen
+    }
+
+    /// What the user should know about the loaded files; each is said once.
+    pub fn notices(&self) -> &[Notice] {
+        &self.notices
+    }
+
     /// One tensor by name, checked against the shape the configuration gives it.
     pub(crate) fn get(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         let variable = self.variables.get(name).map(Var::as_tensor);
-        let found = variable.or_else(|| self.buffers.get(name));
+        let found = variable.or_else(|| self.buffers.get(name)).or_else(|| self.frozen.get(name));
         let wrong = |reason: String| Error::Weight { name: name.to_string(), reason };
         let tensor = found.ok_or_else(|| wrong("it is missing".to_string()))?;
         match tensor.dims() == shape {
@@ -92,17 +232,58 @@ impl Weights {
         }
     }
 
-    fn collect(specs: &[TensorSpec], mut make: impl FnMut(&TensorSpec) -> Result<Tensor>) -> Result<Self> {
-        let mut weights = Self { variables: BTreeMap::new(), buffers: BTreeMap::new() };
-        for spec in specs {
-            let tensor = make(spec)?;
-            match spec.is_trained() {
-                true => drop(weights.variables.insert(spec.name.clone(), Var::from_tensor(&tensor)?)),
-                false => drop(weights.buffers.insert(spec.name.clone(), tensor)),
-            }
+    fn empty() -> Self {
+        Self {
+            variables: BTreeMap::new(),
+            buffers: BTreeMap::new(),
+            frozen: BTreeMap::new(),
+            kept: None,
+            notices: Vec::new(),
         }
-        Ok(weights)
     }
+}
+
+impl Kept {
+    fn content(&self, tensor: &KeptTensor) -> Option<Content<'_>> {
+        let pieces = tensor.pieces.iter().map(|piece| self.files.bytes(piece));
+        let pieces: Vec<_> = pieces.collect::<Option<_>>()?;
+        let dtype = pieces.first()?.0.dtype;
+        Some(Content::Bytes {
+            dtype,
+            shape: tensor.shape.clone(),
+            runs: pieces.iter().map(|(_, bytes)| *bytes).collect(),
+        })
+    }
+}
+
+/// Which tensors of the files make up each tensor of the table; unread ones only if they are there.
+fn places<'a>(files: &WeightFiles, specs: &'a [TensorSpec]) -> Result<Vec<(&'a TensorSpec, Vec<Piece>)>> {
+    let shapes = files.shapes();
+    let (unread, read): (Vec<&TensorSpec>, Vec<&TensorSpec>) = specs.iter().partition(|spec| spec.role == Role::Unused);
+    let mut places: Vec<_> = read.into_iter().map(|spec| (spec, pieces::resolve(spec, &shapes))).collect();
+    let wanted: Vec<Piece> = places.iter().flat_map(|(_, pieces)| pieces.iter().cloned()).collect();
+    let unread_names: BTreeSet<&str> = unread.iter().map(|spec| spec.name.as_str()).collect();
+    let mismatch = Mismatch::between(&wanted, &unread_names, &shapes);
+    if !mismatch.is_empty() {
+        let path = files.path().to_path_buf();
+        return Err(Error::Mismatch { path, mismatch: Box::new(mismatch) });
+    }
+    for (spec, pieces) in &places {
+        let types = pieces.iter().map(|piece| files.dtype(&piece.name)).collect::<Result<Vec<_>>>()?;
+        if let Some(other) = types.iter().position(|dtype| *dtype != types[0]) {
+            let (first, second) = (&pieces[0].name, &pieces[other].name);
+            let reason = format!(
+                "its pieces have several types, {first} is {:?} and {second} {:?}; they must have one",
+                types[0], types[other]
+            );
+            return Err(Error::Weight { name: spec.name.clone(), reason });
+        }
+    }
+    places.extend(unread.into_iter().filter_map(|spec| {
+        let shape = shapes.get(&spec.name)?.clone();
+        Some((spec, vec![Piece { name: spec.name.clone(), shape }]))
+    }));
+    Ok(places)
 }
 
 fn check_dtype(dtype: DType) -> Result<()> {
