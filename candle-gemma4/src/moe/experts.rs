@@ -1,5 +1,7 @@
 //! The experts: gated MLPs side by side, each for the rows that chose it.
 
+use std::sync::Arc;
+
 use candle_core::{Result, Tensor, bail};
 
 use super::Dispatch;
@@ -8,7 +10,6 @@ use crate::config::MoeConfig;
 use crate::fused;
 use crate::norm::wide;
 use crate::weights::Weights;
-use std::sync::Arc;
 
 /// Sum over a row's experts of `weight * down(gelu_tanh(gate(x)) * up(x))`.
 ///

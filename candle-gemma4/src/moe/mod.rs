@@ -91,7 +91,7 @@ impl RealRows {
     }
 }
 
-/// A token id, an expert: numbers that tell one thing from another, as the integers that goldens have.
+/// Indices as Hugging Face has them: i64.
 fn integers(values: &[u32], shape: (usize, usize)) -> Result<Tensor> {
     Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(DType::I64)
 }

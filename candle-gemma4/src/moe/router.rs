@@ -115,10 +115,11 @@ impl Router {
 /// DIFFERENCE: of equal ones the lower index comes first. `torch.topk`, which Hugging Face uses, promises no order, and
 /// on the CPU it mostly prefers higher indices, but not always.
 fn choose(logits_re: &Tensor, top_k: usize) -> Result<Vec<u32>> {
-    let logits = logits_re.detach().to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2::<f64>()?;
-    let mut chosen_rk = Vec::with_capacity(logits.len() * top_k);
-    let mut order: Vec<u32> = Vec::new();
-    for row in &logits {
+    let (rows, experts) = logits_re.dims2()?;
+    let logits = logits_re.detach().to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+    let mut chosen_rk = Vec::with_capacity(rows * top_k);
+    let mut order: Vec<u32> = Vec::with_capacity(experts);
+    for row in logits.chunks_exact(experts) {
         order.clear();
         order.extend(0..row.len() as u32);
         // NaN before all numbers, as a total order is needed; -0 and 0 are equal.

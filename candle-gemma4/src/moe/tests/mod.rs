@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_cp::{CpContext, SequenceLayout, Tokens};
 
 use self::reference::{Answer, NAMES, Problem};
 use super::{Dispatch, Experts, RealRows, Router, Routing};
@@ -332,6 +333,23 @@ fn taps_have_every_row() -> Result<()> {
         }
     }
     assert_eq!(weights[4], [0.0, 0.0]);
+    Ok(())
+}
+
+#[test]
+fn a_rank_knows_its_real_rows() -> candle_cp::Result<()> {
+    // 7 tokens on 2 ranks are 8 places; the first row has two documents and padding, the second is full.
+    let documents = vec![vec![0, 0, 0, 1, 1, -1, -1], vec![4; 7]];
+    let groups = vec![vec![-1; 7]; 2];
+    let options = candle_cp::comm::threads::Options::default();
+    let rows = candle_cp::comm::threads::run(2, &options, |comm| -> candle_cp::Result<_> {
+        let layout = SequenceLayout::head_tail(7, comm.size())?; // tokens 0, 1, 6, 7 and 2, 3, 4, 5
+        let context = CpContext::new(comm, layout, Tokens::new(documents.clone(), groups.clone())?)?;
+        let real = RealRows::of_rank(&context);
+        Ok((real.total(), (0..real.len()).map(|index| real.row(index)).collect::<Vec<_>>()))
+    })?;
+    assert_eq!(rows, [(8, vec![0, 1, 4, 5, 6]), (8, vec![0, 1, 2, 4, 5, 6, 7])]);
+    assert_eq!(RealRows::from_mask(&[true; 3]).rows, None);
     Ok(())
 }
 
