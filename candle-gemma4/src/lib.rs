@@ -28,11 +28,13 @@
 //! ```
 
 mod attention;
+mod audio;
 mod clip;
 mod config;
 mod decoder;
 mod embed;
 mod error;
+mod features;
 mod fused;
 mod layer;
 mod linear;
@@ -49,8 +51,8 @@ mod vision;
 mod weights;
 
 pub use config::{
-    Architecture, CONFIG_FILE, Config, LayerConfig, LayerKind, RopeConfig, RopeKind, TextConfig, VisionConfig,
-    vision_groups,
+    Architecture, AudioConfig, CONFIG_FILE, Config, LayerConfig, LayerKind, RopeConfig, RopeKind, TextConfig,
+    VisionConfig, vision_groups,
 };
 pub use error::{Error, Result};
 pub use model::{Inputs, Model};

@@ -3,33 +3,46 @@
 use candle_core::Tensor;
 use candle_cp::{CpContext, LossOptions, ShardedLabels, linear_cross_entropy};
 
+use crate::audio::AudioTower;
 use crate::config::Config;
 use crate::decoder::Decoder;
 use crate::embed::Embedding;
 use crate::error::{Error, Result};
+use crate::features::{Features, Media};
 use crate::names;
 use crate::norm::wide;
 use crate::recompute::Recompute;
 use crate::tap::Tap;
-use crate::vision::{Features, VisionTower};
+use crate::vision::VisionTower;
 use crate::weights::Weights;
 
 /// One batch, the same on every rank.
 #[derive(Debug, Clone)]
 pub struct Inputs {
-    /// Token ids `[batch, tokens]`, u32 or i64; each image has a run of `image_token_id`, one per feature.
+    /// Token ids `[batch, tokens]`, u32 or i64; each image has a run of `image_token_id`, one per feature,
+    /// and each audio clip a run of `audio_token_id`.
     pub input_ids_bs: Tensor,
     /// `[images, patches, 3 * patch_size^2]`, floating point, 0 to 1; images in the order of their placeholders, row
     /// by row.
     pub pixel_values: Option<Tensor>,
     /// `[images, patches, 2]`, i64: (x, y) of every patch; (-1, -1) for padding.
     pub image_position_ids: Option<Tensor>,
+    /// `[clips, frames, mels]`, floating point; audio clips in the order of their placeholders, row by row.
+    pub input_features: Option<Tensor>,
+    /// `[clips, frames]`, 1 for real frames and 0 for padding.
+    pub input_features_mask: Option<Tensor>,
 }
 
 impl Inputs {
-    /// A batch without images.
+    /// A batch without images and audio.
     pub fn text(input_ids_bs: Tensor) -> Self {
-        Self { input_ids_bs, pixel_values: None, image_position_ids: None }
+        Self {
+            input_ids_bs,
+            pixel_values: None,
+            image_position_ids: None,
+            input_features: None,
+            input_features_mask: None,
+        }
     }
 }
 
@@ -41,6 +54,7 @@ impl Inputs {
 pub struct Model {
     embedding: Embedding,
     vision: Option<VisionTower>,
+    audio: Option<AudioTower>,
     decoder: Decoder,
     head_vh: Tensor,
     softcap: Option<f64>,
@@ -57,9 +71,10 @@ impl Model {
             true => embedding.table_vh.clone(),
             false => weights.get(names::LM_HEAD, &[config.text.vocab_size, config.text.hidden_size])?,
         };
-        let vision = config.vision.as_ref();
+        let (vision, audio) = (config.vision.as_ref(), config.audio.as_ref());
         Ok(Self {
             vision: vision.map(|vision| VisionTower::new(config, vision, weights)).transpose()?,
+            audio: audio.map(|audio| AudioTower::new(config, audio, weights)).transpose()?,
             decoder: Decoder::new(config, weights)?,
             embedding,
             head_vh,
@@ -67,14 +82,15 @@ impl Model {
         })
     }
 
-    /// Embeddings of the full sequence `[batch, tokens, hidden]`, image features spliced in, gradients kept.
+    /// Embeddings of the full sequence `[batch, tokens, hidden]`, features of images and audio spliced in, gradients
+    /// kept.
     ///
     /// # Errors
-    /// A shape is wrong, an id is outside the vocabulary, images come without positions or to a text-only model, or
-    /// a run of placeholders is not filled exactly by whole images.
+    /// A shape is wrong, an id is outside the vocabulary, images come without positions, audio without its mask, either
+    /// to a model without the tower, or a run of placeholders is not filled exactly by whole images or clips.
     pub fn embed(&self, inputs: &Inputs, tap: &mut dyn Tap) -> Result<Tensor> {
-        let features = self.image_features(inputs, tap)?;
-        let embeds_bsh = self.embedding.forward(&inputs.input_ids_bs, features.as_ref())?;
+        let media = Media { images: self.image_features(inputs, tap)?, audio: self.audio_features(inputs, tap)? };
+        let embeds_bsh = self.embedding.forward(&inputs.input_ids_bs, &media)?;
         tap.record("mid.inputs_embeds", &embeds_bsh)?;
         Ok(embeds_bsh)
     }
@@ -153,28 +169,41 @@ impl Model {
     }
 
     fn image_features(&self, inputs: &Inputs, tap: &mut dyn Tap) -> Result<Option<Features>> {
-        let wrong = |name, found: &str, expected: &str| Error::Input {
-            name,
-            found: found.to_string(),
-            expected: expected.to_string(),
-        };
-        let (pixel_values, position_ids) = match (&inputs.pixel_values, &inputs.image_position_ids) {
-            (None, None) => return Ok(None),
-            (Some(pixel_values), Some(position_ids)) => (pixel_values, position_ids),
-            (Some(_), None) => {
-                let expected = "the positions of the patches in pixel_values";
-                return Err(wrong("image_position_ids", "none", expected));
-            }
-            (None, Some(_)) => {
-                return Err(wrong("pixel_values", "none", "the patches that image_position_ids is about"));
-            }
-        };
-        if pixel_values.dim(0)? == 0 {
-            return Ok(None);
-        }
+        let pixel_values = ("pixel_values", &inputs.pixel_values, "the patches that image_position_ids is about");
+        let position_ids =
+            ("image_position_ids", &inputs.image_position_ids, "the positions of the patches in pixel_values");
+        let Some((pixel_values, position_ids)) = both(pixel_values, position_ids)? else { return Ok(None) };
         match &self.vision {
             Some(tower) => Ok(Some(tower.forward(pixel_values, position_ids, tap)?)),
             None => Err(wrong("pixel_values", "images", "none: this model has no vision_config")),
         }
     }
+
+    fn audio_features(&self, inputs: &Inputs, tap: &mut dyn Tap) -> Result<Option<Features>> {
+        let features = ("input_features", &inputs.input_features, "the frames that input_features_mask is about");
+        let mask = ("input_features_mask", &inputs.input_features_mask, "1 or 0 for every frame of input_features");
+        let Some((features, mask)) = both(features, mask)? else { return Ok(None) };
+        match &self.audio {
+            Some(tower) => Ok(Some(tower.forward(features, mask, tap)?)),
+            None => Err(wrong("input_features", "audio", "none: this model has no audio_config")),
+        }
+    }
+}
+
+/// An input's name, the input, and what is expected if it is the only one missing.
+type Part<'a> = (&'static str, &'a Option<Tensor>, &'static str);
+
+/// Two inputs that need each other; `None` if there are none, or none of their items.
+fn both<'a>(first: Part<'a>, second: Part<'a>) -> Result<Option<(&'a Tensor, &'a Tensor)>> {
+    match (first.1, second.1) {
+        (None, None) => Ok(None),
+        (Some(first), _) if first.dims().first() == Some(&0) => Ok(None),
+        (Some(first), Some(second)) => Ok(Some((first, second))),
+        (Some(_), None) => Err(wrong(second.0, "none", second.2)),
+        (None, Some(_)) => Err(wrong(first.0, "none", first.2)),
+    }
+}
+
+fn wrong(name: &'static str, found: &str, expected: &str) -> Error {
+    Error::Input { name, found: found.to_string(), expected: expected.to_string() }
 }

@@ -1,7 +1,7 @@
 //! The one table of a model's tensors: name in a checkpoint, shape, and what it is.
 
-use crate::clip;
 use crate::config::{Architecture, Config, LayerConfig, TextConfig, VisionConfig};
+use crate::{audio, clip};
 
 pub(crate) const LM_HEAD: &str = "lm_head.weight";
 pub(crate) const VISION_PROJECTION: &str = "model.embed_vision.embedding_projection.weight";
@@ -49,7 +49,7 @@ pub enum Role {
         /// Least standard deviation of fresh values.
         range: f64,
     },
-    /// The bias of a projection. Trained.
+    /// The bias of a projection, or a vector that starts at 0 like one. Trained.
     Bias,
     /// The weight of a norm. Trained.
     Norm,
@@ -96,6 +96,9 @@ pub fn tensors(config: &Config) -> Vec<TensorSpec> {
         table.range = vision.initializer_range;
         table.vision_tower(vision);
         table.matrix(VISION_PROJECTION, &[text.hidden_size, vision.hidden_size]);
+    }
+    if let Some(audio) = &config.audio {
+        table.specs.extend(audio::tensors(audio, text.hidden_size));
     }
     table.specs
 }

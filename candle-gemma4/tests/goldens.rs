@@ -61,6 +61,18 @@ fn text_only() {
     assert_variant("text_only");
 }
 
+/// An audio tower with three heads, keys of the future, and values that are cut; no vision tower.
+#[test]
+fn audio() {
+    assert_variant("audio");
+}
+
+/// Both towers, with bounds that cut in every projection.
+#[test]
+fn clipped_towers() {
+    assert_variant("clipped");
+}
+
 /// Values of their own on full layers, whose key heads are then those of the sliding layers.
 #[test]
 fn separate_values() {

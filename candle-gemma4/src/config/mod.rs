@@ -3,6 +3,7 @@
 //! A field that is absent takes the value that the library which writes these files gives it; sizes, rotary
 //! settings and norm constants have no such default here and are required.
 
+mod audio;
 mod fields;
 mod rope;
 mod text;
@@ -12,6 +13,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
+pub use self::audio::AudioConfig;
 use self::fields::Fields;
 pub use self::rope::{RopeConfig, RopeKind};
 pub use self::text::{LayerConfig, LayerKind, TextConfig};
@@ -39,7 +41,7 @@ pub(crate) enum Placeholder {
     Audio,
 }
 
-/// A Gemma 4 model: text decoder, and vision tower if it has one.
+/// A Gemma 4 model: text decoder, and the towers it has.
 ///
 /// Made from JSON only, so that every value has passed the checks.
 #[derive(Debug, Clone, PartialEq)]
@@ -49,8 +51,10 @@ pub struct Config {
     pub architecture: Architecture,
     /// The text decoder.
     pub text: TextConfig,
-    /// The vision tower; `None` for a text-only model.
+    /// The vision tower; `None` for a model without images.
     pub vision: Option<VisionConfig>,
+    /// The audio tower; `None` for a model without audio.
+    pub audio: Option<AudioConfig>,
     /// Placeholder of one image feature. A text-only checkpoint has no placeholders: there, all ids are text.
     pub image_token_id: u32,
     /// Placeholder of one video feature.
@@ -113,20 +117,26 @@ impl Config {
         let value: Value = serde_json::from_str(text).map_err(|cause| Error::Json { what: what.to_string(), cause })?;
         let top = Fields::new("", &value)?;
         let architecture = read_architecture(&top)?;
-        let (text_fields, vision_value) = match architecture {
-            Architecture::TextOnly => (top, None),
+        let (text_fields, vision_value, audio_value) = match architecture {
+            Architecture::TextOnly => (top, None, None),
             Architecture::Multimodal => {
                 let missing = top.missing(&["text_config"]);
                 let value = top.get("text_config").ok_or(Error::MissingFields { fields: missing })?;
-                (Fields::new("text_config", value)?, top.get("vision_config"))
+                (Fields::new("text_config", value)?, top.get("vision_config"), top.get("audio_config"))
             }
         };
         let vision_fields = vision_value.map(|value| Fields::new("vision_config", value)).transpose()?;
+        let audio_fields = audio_value.map(|value| Fields::new("audio_config", value)).transpose()?;
 
         let mut missing = TextConfig::missing(&text_fields);
         missing.extend(vision_fields.iter().flat_map(VisionConfig::missing));
         if vision_fields.is_some() {
             missing.extend(top.missing(&["image_token_id"]));
+        }
+        missing.extend(audio_fields.iter().flat_map(AudioConfig::missing));
+        let audio_token_id = top.token_or("audio_token_id", 258_881)?;
+        if audio_fields.is_some() && audio_token_id.is_none() {
+            missing.push("audio_token_id".to_string());
         }
         if !missing.is_empty() {
             return Err(Error::MissingFields { fields: missing });
@@ -140,9 +150,10 @@ impl Config {
             architecture,
             text: TextConfig::read(&text_fields)?,
             vision: vision_fields.as_ref().map(VisionConfig::read).transpose()?,
+            audio: audio_fields.as_ref().map(AudioConfig::read).transpose()?,
             image_token_id: token("image_token_id", 258_880)?,
             video_token_id: top.token_or("video_token_id", 258_884)?,
-            audio_token_id: top.token_or("audio_token_id", 258_881)?,
+            audio_token_id,
             boi_token_id: token("boi_token_id", 255_999)?,
             eoi_token_id: token("eoi_token_id", 258_882)?,
             eos_token_ids,
@@ -162,21 +173,16 @@ fn read_architecture(top: &Fields) -> Result<Architecture> {
             return Err(top.refuse("model_type", reason));
         }
     };
-    if architecture == Architecture::TextOnly && top.get("vision_config").is_some() {
-        return Err(Error::Config {
-            field: "vision_config".to_string(),
-            value: "an object".to_string(),
-            reason: "a text-only model (model_type \"gemma4_text\") has no tower; allowed: null".to_string(),
-        });
+    for tower in ["vision_config", "audio_config"] {
+        if architecture == Architecture::TextOnly && top.get(tower).is_some() {
+            return Err(Error::Config {
+                field: tower.to_string(),
+                value: "an object".to_string(),
+                reason: "a text-only model (model_type \"gemma4_text\") has no tower; allowed: null".to_string(),
+            });
+        }
     }
-    match top.get("audio_config") {
-        None => Ok(architecture),
-        Some(_) => Err(Error::Config {
-            field: "audio_config".to_string(),
-            value: "an object".to_string(),
-            reason: "the audio tower is not supported yet; allowed: null".to_string(),
-        }),
-    }
+    Ok(architecture)
 }
 
 /// Image group of every token of a row: a maximal run of image or video placeholders is one group; groups are

@@ -68,6 +68,8 @@ impl Case {
             input_ids_bs: self.get("input.input_ids").clone(),
             pixel_values: self.tensors.get("input.pixel_values").cloned(),
             image_position_ids: self.tensors.get("input.image_position_ids").cloned(),
+            input_features: self.tensors.get("input.input_features").cloned(),
+            input_features_mask: self.tensors.get("input.input_features_mask").cloned(),
         }
     }
 
@@ -184,7 +186,7 @@ pub fn assert_forward(run: &Run, case: &Case) {
         match name.split_once('.').unwrap() {
             ("mid", _) => assert_close(name, &mask(found()), &mask(golden), 2e-4),
             ("rope", _) => assert_close(name, found(), golden, 1e-5),
-            ("vision", "features" | "tower_out") => assert_close(name, found(), golden, 2e-4),
+            ("vision", "features" | "tower_out") | ("audio", _) => assert_close(name, found(), golden, 2e-4),
             ("vision", _) => {
                 let is_real = case.get("input.image_position_ids").narrow(2, 0, 1).unwrap().ge(0i64).unwrap();
                 let real = |x: &Tensor| x.broadcast_mul(&is_real.to_dtype(DType::F32).unwrap()).unwrap();
