@@ -56,7 +56,7 @@ impl Batch {
         Ok(match patches(&self.pictures, vision, dtype, device)? {
             None => Inputs::text(input_ids_bs),
             Some((pixels, positions)) => {
-                Inputs { input_ids_bs, pixel_values: Some(pixels), image_position_ids: Some(positions) }
+                Inputs { pixel_values: Some(pixels), image_position_ids: Some(positions), ..Inputs::text(input_ids_bs) }
             }
         })
     }

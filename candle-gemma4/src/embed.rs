@@ -1,14 +1,14 @@
-//! Full-sequence embeddings: the table's rows, with image features in the places of their placeholders.
+//! Full-sequence embeddings: the table's rows, with features of images and audio in the places of their placeholders.
 //!
-//! The result is gathered in one piece from three sources (table rows, the constant padding row, features), so
-//! nothing is written in place and gradients flow back to the table and to the vision tower.
+//! The result is gathered in one piece from its sources (table rows, the constant padding row, features), so nothing
+//! is written in place and gradients flow back to the table and to the towers.
 
 use candle_core::{DType, Device, Tensor};
 
 use crate::config::{Config, Placeholder};
 use crate::error::{Error, Result};
+use crate::features::{Features, Media};
 use crate::names;
-use crate::vision::Features;
 use crate::weights::Weights;
 
 /// The embedding table and what is needed to read a batch of ids.
@@ -27,8 +27,34 @@ enum Source {
     Table(u32),
     /// The padding row, which the look-up does not train.
     Padding,
-    /// The n-th image feature.
-    Feature(u32),
+    /// The n-th feature of a kind.
+    Feature(Kind, u32),
+}
+
+/// What a placeholder is filled with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Image,
+    Audio,
+}
+
+impl Kind {
+    const ALL: [Self; 2] = [Self::Image, Self::Audio];
+
+    /// One item, in messages.
+    fn item(self) -> &'static str {
+        match self {
+            Self::Image => "image",
+            Self::Audio => "audio clip",
+        }
+    }
+
+    fn features(self, media: &Media) -> Option<&Features> {
+        match self {
+            Self::Image => media.images.as_ref(),
+            Self::Audio => media.audio.as_ref(),
+        }
+    }
 }
 
 /// A batch of ids, sorted into sources.
@@ -38,7 +64,8 @@ struct Plan {
     sources: Vec<Source>,
     /// Ids to look up, in order.
     table_ids: Vec<u32>,
-    features: u32,
+    /// Features used of each kind.
+    features: [u32; 2],
 }
 
 /// What the rows of an embedding table of this width are multiplied with: sqrt(width), rounded to the type that the
@@ -57,58 +84,61 @@ impl Embedding {
     }
 
     /// `[batch, tokens]` ids to `[batch, tokens, hidden]`.
-    pub(crate) fn forward(&self, input_ids_bs: &Tensor, features: Option<&Features>) -> Result<Tensor> {
+    pub(crate) fn forward(&self, input_ids_bs: &Tensor, media: &Media) -> Result<Tensor> {
         let (batch, tokens) = input_ids_bs.dims2().map_err(|_| Error::Input {
             name: "input_ids",
             found: format!("{:?}", input_ids_bs.dims()),
             expected: "[batch, tokens]".to_string(),
         })?;
         let rows = input_ids_bs.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec2::<i64>()?;
-        let per_image = features.map_or(&[][..], |features| &features.per_image);
-        let plan = self.plan(&rows, per_image)?;
-        let flat_th = self.gather(&plan, features)?;
+        let plan = self.plan(&rows, media)?;
+        let flat_th = self.gather(&plan, media)?;
         Ok(flat_th.reshape((batch, tokens, self.config.text.hidden_size))?)
     }
 
-    fn plan(&self, rows: &[Vec<i64>], per_image: &[usize]) -> Result<Plan> {
+    fn plan(&self, rows: &[Vec<i64>], media: &Media) -> Result<Plan> {
         let mut plan = Plan::default();
-        let mut images = Images { per_image, next: 0, last_row: 0 };
+        let mut fillers = Kind::ALL.map(|kind| Filler::new(kind, media));
         for (row, ids) in rows.iter().enumerate() {
             let mut index = 0;
             while index < ids.len() {
-                let id = self.check_id(row, index, ids[index])?;
-                if self.config.placeholder(id).is_none() {
+                let (id, kind) = self.check_id(row, index, ids[index])?;
+                let Some(kind) = kind else {
                     plan.push_text(id, self.config.text.pad_token_id);
                     index += 1;
                     continue;
-                }
+                };
                 let run = ids[index..].iter().take_while(|&&other| other == ids[index]).count();
-                images.fill(row, index, run)?;
-                plan.push_features(run);
+                fillers[kind as usize].fill(row, index, run)?;
+                plan.push_features(kind, run);
                 index += run;
             }
         }
-        images.finish()?;
+        for filler in fillers {
+            filler.finish()?;
+        }
         Ok(plan)
     }
 
-    fn check_id(&self, row: usize, index: usize, id: i64) -> Result<u32> {
+    /// The id, and what fills it if it is a placeholder.
+    fn check_id(&self, row: usize, index: usize, id: i64) -> Result<(u32, Option<Kind>)> {
         let vocab_size = self.config.text.vocab_size;
         let unknown = Error::TokenId { row, index, id, vocab_size };
         let Ok(token) = u32::try_from(id) else { return Err(unknown) };
         let unfilled = |kind| Err(Error::Placeholder { row, index, id: token, kind });
         match self.config.placeholder(token) {
-            Some(Placeholder::Image) => Ok(token),
+            Some(Placeholder::Image) => Ok((token, Some(Kind::Image))),
             Some(Placeholder::Video) => unfilled("video"),
-            Some(Placeholder::Audio) => unfilled("audio"),
-            None if (token as usize) < vocab_size => Ok(token),
+            Some(Placeholder::Audio) if self.config.audio.is_none() => unfilled("audio"),
+            Some(Placeholder::Audio) => Ok((token, Some(Kind::Audio))),
+            None if (token as usize) < vocab_size => Ok((token, None)),
             None => Err(unknown),
         }
     }
 
-    fn gather(&self, plan: &Plan, features: Option<&Features>) -> Result<Tensor> {
+    fn gather(&self, plan: &Plan, media: &Media) -> Result<Tensor> {
         let device = self.table_vh.device();
-        let mut parts = Vec::with_capacity(3);
+        let mut parts = Vec::with_capacity(4);
         if !plan.table_ids.is_empty() {
             let ids = Tensor::new(plan.table_ids.as_slice(), device)?;
             parts.push((self.table_vh.index_select(&ids, 0)? * self.scale)?);
@@ -124,14 +154,20 @@ impl Embedding {
         if let Some(id) = padding {
             parts.push((self.table_vh.detach().narrow(0, id as usize, 1)? * self.scale)?);
         }
-        let feature_start = padding_start + u32::from(padding.is_some());
-        if let Some(features) = features.filter(|_| plan.features > 0) {
-            parts.push(features.features_th.clone());
+        let mut start = padding_start + u32::from(padding.is_some());
+        let mut feature_starts = [0; 2];
+        for kind in Kind::ALL {
+            let used = plan.features[kind as usize];
+            feature_starts[kind as usize] = start;
+            if let Some(features) = kind.features(media).filter(|_| used > 0) {
+                parts.push(features.features_th.clone());
+            }
+            start += used;
         }
         let place = |source: &Source| match *source {
             Source::Table(n) => n,
             Source::Padding => padding_start,
-            Source::Feature(n) => feature_start + n,
+            Source::Feature(kind, n) => feature_starts[kind as usize] + n,
         };
         let places: Vec<u32> = plan.sources.iter().map(place).collect();
         Ok(Tensor::cat(&parts, 0)?.index_select(&Tensor::new(places, device)?, 0)?)
@@ -148,41 +184,49 @@ impl Plan {
         self.table_ids.push(id);
     }
 
-    fn push_features(&mut self, count: usize) {
-        let next = self.features;
-        self.features += count as u32;
-        self.sources.extend((next..self.features).map(Source::Feature));
+    fn push_features(&mut self, kind: Kind, count: usize) {
+        let used = &mut self.features[kind as usize];
+        let next = *used;
+        *used += count as u32;
+        self.sources.extend((next..*used).map(|n| Source::Feature(kind, n)));
     }
 }
 
-/// Hands out whole images to runs of placeholders.
-struct Images<'a> {
-    per_image: &'a [usize],
+/// Hands out whole items of one kind to runs of placeholders.
+struct Filler<'a> {
+    kind: Kind,
+    per_item: &'a [usize],
     next: usize,
     last_row: usize,
 }
 
-impl Images<'_> {
+impl<'a> Filler<'a> {
+    fn new(kind: Kind, media: &'a Media) -> Self {
+        let per_item = kind.features(media).map_or(&[][..], |features| &features.per_item);
+        Self { kind, per_item, next: 0, last_row: 0 }
+    }
+
     fn fill(&mut self, row: usize, start: usize, placeholders: usize) -> Result<()> {
-        let image = self.next;
+        let item = self.next;
         let mut features = 0;
-        while features < placeholders && self.next < self.per_image.len() {
-            features += self.per_image[self.next];
+        while features < placeholders && self.next < self.per_item.len() {
+            features += self.per_item[self.next];
             self.next += 1;
         }
         self.last_row = row;
         match features == placeholders {
             true => Ok(()),
-            false => Err(Error::Splice { row, start, placeholders, image, features }),
+            false => Err(Error::Splice { row, start, placeholders, kind: self.kind.item(), item, features }),
         }
     }
 
     fn finish(self) -> Result<()> {
-        // An image without a real patch gives no feature and needs no placeholder.
-        let left = self.per_image[self.next..].iter().sum::<usize>();
+        // An item without anything real gives no feature and needs no placeholder.
+        let left = self.per_item[self.next..].iter().sum::<usize>();
+        let (kind, given) = (self.kind.item(), self.per_item.len());
         match left {
             0 => Ok(()),
-            _ => Err(Error::UnusedImages { given: self.per_image.len(), used: self.next, row: self.last_row }),
+            _ => Err(Error::UnusedMedia { kind, given, used: self.next, row: self.last_row }),
         }
     }
 }

@@ -155,10 +155,10 @@ pub enum Error {
         vocab_size: usize,
     },
 
-    /// A placeholder of a kind that no tower of this crate fills.
+    /// A placeholder of a kind that no tower of this model fills.
     #[error(
-        "row {row}, token {index}: id {id} is a placeholder for {kind}, which is not supported yet; \
-         only image placeholders can be filled"
+        "row {row}, token {index}: id {id} is a placeholder for {kind}, which is not supported here; only image \
+         placeholders can be filled, and audio placeholders if config.json has audio_config"
     )]
     Placeholder {
         /// Row of the batch.
@@ -171,11 +171,11 @@ pub enum Error {
         kind: &'static str,
     },
 
-    /// A run of image placeholders is not as long as the images that have to fill it.
+    /// A run of placeholders is not as long as the images or audio clips that have to fill it.
     #[error(
-        "row {row}, tokens from {start}: {placeholders} image placeholder(s), but the next image(s) \
-         (from image {image} on) give {features} feature(s); every run of placeholders must be filled \
-         exactly by whole images, in order"
+        "row {row}, tokens from {start}: {placeholders} {kind} placeholder(s), but the next {kind}(s) \
+         (from {kind} {item} on) give {features} feature(s); every run of placeholders must be filled \
+         exactly by whole {kind}s, in order"
     )]
     Splice {
         /// Row of the batch.
@@ -184,21 +184,25 @@ pub enum Error {
         start: usize,
         /// Length of the run.
         placeholders: usize,
-        /// First image tried for it.
-        image: usize,
-        /// Features of the images tried for it.
+        /// `image` or `audio clip`.
+        kind: &'static str,
+        /// First image or clip tried for it.
+        item: usize,
+        /// Features of the images or clips tried for it.
         features: usize,
     },
 
-    /// Images are left over after the last placeholder.
+    /// Images or audio clips are left over after the last placeholder.
     #[error(
-        "{given} image(s) given, but the placeholders of the batch take only {used} \
-         (last image placeholder in row {row})"
+        "{given} {kind}(s) given, but the placeholders of the batch take only {used} \
+         (last {kind} placeholder in row {row})"
     )]
-    UnusedImages {
-        /// Images given.
+    UnusedMedia {
+        /// `image` or `audio clip`.
+        kind: &'static str,
+        /// Images or clips given.
         given: usize,
-        /// Images that found placeholders.
+        /// Those of them that found placeholders.
         used: usize,
         /// Last row with a placeholder; 0 if there is none.
         row: usize,

@@ -29,11 +29,15 @@
 //! ```
 
 mod attention;
+mod audio;
 mod clip;
 mod config;
 mod decoder;
 mod embed;
+mod encoders;
 mod error;
+mod features;
+mod frame_embedder;
 mod fused;
 mod layer;
 mod linear;
@@ -53,8 +57,8 @@ mod vision;
 mod weights;
 
 pub use config::{
-    Architecture, CONFIG_FILE, Config, LayerConfig, LayerKind, MoeConfig, PatchEmbedderConfig, PerLayerConfig,
-    RopeConfig, RopeKind, TextConfig, VisionConfig, vision_groups,
+    Architecture, AudioConfig, CONFIG_FILE, Config, FrameEmbedderConfig, LayerConfig, LayerKind, MoeConfig,
+    PatchEmbedderConfig, PerLayerConfig, RopeConfig, RopeKind, TextConfig, VisionConfig, vision_groups,
 };
 pub use error::{Error, Result};
 pub use model::{Inputs, LocalInputs, Model};

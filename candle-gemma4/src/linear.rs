@@ -4,6 +4,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, MetalStorage, Result, Shape, Tensor};
 
 use crate::clip::Clip;
+use crate::weights::Weights;
 
 /// `x W^T + b` over the last dimension, with `x` and the result cut to bounds if it has a clip.
 #[derive(Debug, Clone)]
@@ -17,6 +18,20 @@ impl Linear {
     /// Without bias and bounds.
     pub(crate) fn plain(weight_oi: Tensor) -> Self {
         Self { weight_oi, bias_o: None, clip: None }
+    }
+
+    /// A projection of a tower: its matrix `[outputs, inputs]` and its bounds, if it is clipped, are under its name.
+    pub(crate) fn clippable(
+        weights: &Weights,
+        name: &str,
+        shape: [usize; 2],
+        clipped: bool,
+    ) -> crate::error::Result<Self> {
+        Ok(Self {
+            weight_oi: weights.get(&format!("{name}.linear.weight"), &shape)?,
+            bias_o: None,
+            clip: clipped.then(|| Clip::new(weights, name)).transpose()?,
+        })
     }
 
     /// `[.., inputs]` to `[.., outputs]`.

@@ -6,31 +6,41 @@ use candle_cp::{CpContext, LossOptions, ShardedLabels, linear_cross_entropy};
 use crate::config::Config;
 use crate::decoder::Decoder;
 use crate::embed::Embedding;
+use crate::encoders::Encoders;
 use crate::error::{Error, Result};
 use crate::names;
 use crate::norm::wide;
-use crate::patch_embedder::PatchEmbedder;
 use crate::recompute::Recompute;
 use crate::tap::Tap;
-use crate::vision::{Features, VisionTower};
 use crate::weights::Weights;
 
 /// One batch, the same on every rank.
 #[derive(Debug, Clone)]
 pub struct Inputs {
-    /// Token ids `[batch, tokens]`, u32 or i64; each image has a run of `image_token_id`, one per feature.
+    /// Token ids `[batch, tokens]`, u32 or i64; each image has a run of `image_token_id`, one per feature,
+    /// and each audio clip a run of `audio_token_id`.
     pub input_ids_bs: Tensor,
     /// `[images, patches, 3 * patch_size^2]`, floating point, 0 to 1; images in the order of their placeholders, row
     /// by row.
     pub pixel_values: Option<Tensor>,
     /// `[images, patches, 2]`, i64: (x, y) of every patch; (-1, -1) for padding.
     pub image_position_ids: Option<Tensor>,
+    /// `[clips, frames, mels]`, floating point; audio clips in the order of their placeholders, row by row.
+    pub input_features: Option<Tensor>,
+    /// `[clips, frames]`, 1 for real frames and 0 for padding.
+    pub input_features_mask: Option<Tensor>,
 }
 
 impl Inputs {
-    /// A batch without images.
+    /// A batch without images and audio.
     pub fn text(input_ids_bs: Tensor) -> Self {
-        Self { input_ids_bs, pixel_values: None, image_position_ids: None }
+        Self {
+            input_ids_bs,
+            pixel_values: None,
+            image_position_ids: None,
+            input_features: None,
+            input_features_mask: None,
+        }
     }
 }
 
@@ -59,28 +69,10 @@ impl LocalInputs {
 #[derive(Debug, Clone)]
 pub struct Model {
     embedding: Embedding,
-    vision: Option<Vision>,
+    encoders: Encoders,
     decoder: Decoder,
     head_vh: Tensor,
     softcap: Option<f64>,
-}
-
-/// How images become features.
-#[derive(Debug, Clone)]
-enum Vision {
-    Tower(VisionTower),
-    Patches(PatchEmbedder),
-}
-
-impl Vision {
-    /// `None` for a model that takes no images.
-    fn new(config: &Config, weights: &Weights) -> Result<Option<Self>> {
-        Ok(match (&config.vision, &config.patch_embedder) {
-            (Some(vision), _) => Some(Self::Tower(VisionTower::new(config, vision, weights)?)),
-            (_, Some(embedder)) => Some(Self::Patches(PatchEmbedder::new(config, embedder, weights)?)),
-            (None, None) => None,
-        })
-    }
 }
 
 impl Model {
@@ -95,7 +87,7 @@ impl Model {
             false => weights.get(names::LM_HEAD, &[config.text.vocab_size, config.text.hidden_size])?,
         };
         Ok(Self {
-            vision: Vision::new(config, weights)?,
+            encoders: Encoders::new(config, weights)?,
             decoder: Decoder::new(config, weights)?,
             embedding,
             head_vh,
@@ -103,14 +95,15 @@ impl Model {
         })
     }
 
-    /// Embeddings of the full sequence `[batch, tokens, hidden]`, image features spliced in, gradients kept.
+    /// Embeddings of the full sequence `[batch, tokens, hidden]`, features of images and audio spliced in, gradients
+    /// kept.
     ///
     /// # Errors
-    /// A shape is wrong, an id is outside the vocabulary, images come without positions or to a text-only model, or
-    /// a run of placeholders is not filled exactly by whole images.
+    /// A shape is wrong, an id is outside the vocabulary, images come without positions, audio without its mask, either
+    /// to a model without the tower, or a run of placeholders is not filled exactly by whole images or clips.
     pub fn embed(&self, inputs: &Inputs, tap: &mut dyn Tap) -> Result<Tensor> {
-        let features = self.image_features(inputs, tap)?;
-        let embeds_bsh = self.embedding.forward(&inputs.input_ids_bs, features.as_ref())?;
+        let media = self.encoders.forward(inputs, tap)?;
+        let embeds_bsh = self.embedding.forward(&inputs.input_ids_bs, &media)?;
         tap.record("mid.inputs_embeds", &embeds_bsh)?;
         Ok(embeds_bsh)
     }
@@ -199,32 +192,5 @@ impl Model {
         let mut options = LossOptions::new(labels.count as f64);
         options.softcap = self.softcap;
         Ok(linear_cross_entropy(hidden, &self.head_vh, &labels.labels_bs, &options)?)
-    }
-
-    fn image_features(&self, inputs: &Inputs, tap: &mut dyn Tap) -> Result<Option<Features>> {
-        let wrong = |name, found: &str, expected: &str| Error::Input {
-            name,
-            found: found.to_string(),
-            expected: expected.to_string(),
-        };
-        let (pixel_values, position_ids) = match (&inputs.pixel_values, &inputs.image_position_ids) {
-            (None, None) => return Ok(None),
-            (Some(pixel_values), Some(position_ids)) => (pixel_values, position_ids),
-            (Some(_), None) => {
-                let expected = "the positions of the patches in pixel_values";
-                return Err(wrong("image_position_ids", "none", expected));
-            }
-            (None, Some(_)) => {
-                return Err(wrong("pixel_values", "none", "the patches that image_position_ids is about"));
-            }
-        };
-        if pixel_values.dim(0)? == 0 {
-            return Ok(None);
-        }
-        match &self.vision {
-            Some(Vision::Tower(tower)) => Ok(Some(tower.forward(pixel_values, position_ids, tap)?)),
-            Some(Vision::Patches(embedder)) => Ok(Some(embedder.forward(pixel_values, position_ids, tap)?)),
-            None => Err(wrong("pixel_values", "images", "none: this model has no vision_config")),
-        }
     }
 }

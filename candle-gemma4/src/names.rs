@@ -2,11 +2,12 @@
 
 pub(crate) mod moe;
 
-use crate::clip;
 use crate::config::{Architecture, Config, LayerConfig, PatchEmbedderConfig, TextConfig, VisionConfig};
+use crate::{audio, clip};
 
 pub(crate) const LM_HEAD: &str = "lm_head.weight";
 pub(crate) const VISION_PROJECTION: &str = "model.embed_vision.embedding_projection.weight";
+pub(crate) const AUDIO_PROJECTION: &str = "model.embed_audio.embedding_projection.weight";
 pub(crate) const PATCH_PROJECTION: &str = "model.vision_tower.patch_embedder.input_proj.weight";
 pub(crate) const POSITION_TABLE: &str = "model.vision_tower.patch_embedder.position_embedding_table";
 /// Prefix of what a unified model has in the place of a vision tower.
@@ -71,7 +72,7 @@ pub enum Role {
         /// Least standard deviation of fresh values.
         range: f64,
     },
-    /// The bias of a projection. Trained.
+    /// The bias of a projection, or a vector that starts at 0 like one. Trained.
     Bias,
     /// The weight of a norm. Trained.
     Norm,
@@ -132,6 +133,13 @@ pub fn tensors(config: &Config) -> Vec<TensorSpec> {
         table.range = embedder.initializer_range;
         table.patch_embedder(embedder);
         table.matrix(VISION_PROJECTION, &[text.hidden_size, embedder.width]);
+    }
+    if let Some(embedder) = &config.frame_embedder {
+        table.range = embedder.initializer_range;
+        table.matrix(AUDIO_PROJECTION, &[text.hidden_size, embedder.width]);
+    }
+    if let Some(audio) = &config.audio {
+        table.specs.extend(audio::tensors(audio, text.hidden_size));
     }
     table.specs
 }

@@ -4,12 +4,12 @@ use candle_core::{D, Tensor};
 
 use crate::config::{Config, PatchEmbedderConfig};
 use crate::error::{Error, Result};
+use crate::features::Features;
 use crate::linear::Linear;
 use crate::names;
 use crate::norm::{RmsNorm, wide};
 use crate::patches::read_positions;
 use crate::tap::Tap;
-use crate::vision::Features;
 use crate::weights::Weights;
 
 /// Added to the variance in every layer norm; no configuration has it.
@@ -105,11 +105,8 @@ impl PatchEmbedder {
         let features_nph = self.projection.forward(&self.projection_norm.forward(&x_npw)?)?;
         tap.record("vision.features", &features_nph)?;
 
-        let real =
-            positions.iter().enumerate().filter(|(_, position)| position.is_some()).map(|(place, _)| place as u32);
-        let real = Tensor::from_iter(real, x_npw.device())?;
-        let per_image = positions.chunks(patches).map(|image| image.iter().flatten().count()).collect();
-        Ok(Features { features_th: features_nph.flatten_to(1)?.index_select(&real, 0)?, per_image })
+        let is_real = |image: &[Option<_>]| image.iter().map(Option::is_some).collect();
+        Features::of_real(&features_nph, &positions.chunks(patches).map(is_real).collect::<Vec<_>>())
     }
 
     /// The sum of the two axes' rows, `[images * patches, width]`; padding has zeros.

@@ -7,7 +7,8 @@ use candle_core::Tensor;
 /// Receives intermediate tensors by name while a model runs.
 ///
 /// The names are `rope.<layer type>.cos` and `.sin`, `vision.patch_embed`, `vision.layer.N`, `vision.tower_out`,
-/// `vision.features`, `mid.inputs_embeds`, `mid.hidden_states.N` (after decoder layer N) and `mid.final_norm`.
+/// `vision.features`, `audio.subsample`, `audio.layer.N`, `audio.tower_out`, `audio.features` (padding included),
+/// `mid.inputs_embeds`, `mid.hidden_states.N` (after decoder layer N) and `mid.final_norm`.
 /// What the decoder records is the local slice of its rank.
 pub trait Tap {
     /// Takes one tensor. The tensor is part of the graph; detach it to keep it without its history.

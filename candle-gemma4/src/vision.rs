@@ -5,6 +5,7 @@ use candle_cp::{CpContext, Tokens};
 
 use crate::config::{Config, VisionConfig};
 use crate::error::{Error, Result};
+use crate::features::Features;
 use crate::layer::{Layer, LayerShape};
 use crate::linear::Linear;
 use crate::names;
@@ -33,14 +34,6 @@ pub(crate) struct VisionTower {
     projection: Linear,
     vision: VisionConfig,
     text_hidden: usize,
-}
-
-/// What the tower gives for a batch of images.
-pub(crate) struct Features {
-    /// `[soft tokens of all images, text hidden]`, images in order.
-    pub(crate) features_th: Tensor,
-    /// Soft tokens of each image.
-    pub(crate) per_image: Vec<usize>,
 }
 
 impl VisionTower {
@@ -77,7 +70,7 @@ impl VisionTower {
         let patches = Patches::read(position_ids, &self.vision)?;
         if patches.pooled.is_empty() {
             let features_th = Tensor::zeros((0, self.text_hidden), self.position_table.dtype(), pixel_values.device())?;
-            return Ok(Features { features_th, per_image: patches.soft_tokens });
+            return Ok(Features { features_th, per_item: patches.soft_tokens });
         }
         let mut x_npw = self.embed_patches(pixel_values, &patches)?;
         tap.record("vision.patch_embed", &x_npw)?;
@@ -92,7 +85,7 @@ impl VisionTower {
         tap.record("vision.tower_out", &pooled_tw)?;
         let features_th = self.projection.forward(&self.projection_norm.forward(&pooled_tw)?)?;
         tap.record("vision.features", &features_th)?;
-        Ok(Features { features_th, per_image: patches.soft_tokens })
+        Ok(Features { features_th, per_item: patches.soft_tokens })
     }
 
     fn check_shapes(&self, pixel_values: &Tensor, position_ids: &Tensor) -> Result<()> {

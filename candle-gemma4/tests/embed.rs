@@ -42,9 +42,9 @@ fn with_pictures(rows: &[&[u32]], images: &[u32]) -> Inputs {
     let (pixels, positions) = pictures();
     let images = Tensor::new(images, &Device::Cpu).unwrap();
     Inputs {
-        input_ids_bs: ids(rows),
         pixel_values: Some(pixels.index_select(&images, 0).unwrap()),
         image_position_ids: Some(positions.index_select(&images, 0).unwrap()),
+        ..Inputs::text(ids(rows))
     }
 }
 
@@ -124,7 +124,9 @@ fn two_images_may_share_a_run() {
 #[test]
 fn runs_that_images_do_not_fill_are_refused() {
     let splice = |inputs: &Inputs| match error(inputs) {
-        Error::Splice { row, start, placeholders, image, features } => (row, start, placeholders, image, features),
+        Error::Splice { row, start, placeholders, kind: "image", item, features } => {
+            (row, start, placeholders, item, features)
+        }
         other => panic!("{other}"),
     };
     assert_eq!(splice(&with_pictures(&[&row(&[11])], &[0])), (0, 1, 11, 0, 12));

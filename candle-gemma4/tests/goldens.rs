@@ -64,6 +64,18 @@ fn experts() {
     assert_golden(&model, &golden("case4_packed"), Some(&golden("case4_packed.grads")));
 }
 
+/// Per-layer embeddings, shared keys and values, wider MLPs where they are shared, clipped towers, audio.
+#[test]
+fn effective() {
+    let golden = |name: &str| fixture("gemma4-effective/goldens").join(format!("{name}.safetensors"));
+    let model = fixture("gemma4-effective/checkpoint");
+    assert_golden(&model, &golden("case1_text"), None);
+    assert_golden(&model, &golden("case2_images"), Some(&golden("case2_images.grads")));
+    assert_golden(&model, &golden("case3_padded"), None);
+    assert_golden(&model, &golden("case4_packed"), Some(&golden("case4_packed.grads")));
+    assert_golden(&model, &golden("case5_audio"), None);
+}
+
 /// Experts with other settings.
 #[test]
 fn unusual_experts() {
@@ -102,6 +114,18 @@ fn unusual_settings() {
 #[test]
 fn text_only() {
     assert_variant("text_only");
+}
+
+/// An audio tower with three heads, keys of the future, and values that are cut; no vision tower.
+#[test]
+fn audio() {
+    assert_variant("audio");
+}
+
+/// Both towers, with bounds that cut in every projection.
+#[test]
+fn clipped_towers() {
+    assert_variant("clipped");
 }
 
 /// Values of their own on full layers, whose key heads are then those of the sliding layers.

@@ -94,6 +94,8 @@ impl Batch {
             input_ids_bs: Tensor::new(ids, &Device::Cpu)?,
             pixel_values: as_type("input.pixel_values", DType::F32)?,
             image_position_ids: as_type("input.image_position_ids", DType::I64)?,
+            input_features: as_type("input.input_features", DType::F32)?,
+            input_features_mask: as_type("input.input_features_mask", DType::U8)?,
         };
         Ok(Self { inputs, tokens, labels })
     }

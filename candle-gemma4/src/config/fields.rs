@@ -76,12 +76,30 @@ impl<'a> Fields<'a> {
     }
 
     /// A whole number of at least 0; 0 if the field is absent.
-    pub(super) fn count(&self, field: &str) -> Result<usize> {
+    pub(super) fn count_or_zero(&self, field: &str) -> Result<usize> {
         match self.get(field).map(Value::as_u64) {
             None => Ok(0),
             Some(Some(count @ 0..=MAX_SIZE)) => Ok(count as usize),
             Some(_) => Err(self.refuse(field, format!("a whole number from 0 to {MAX_SIZE} is needed"))),
         }
+    }
+
+    /// A required whole number of at least 0.
+    pub(super) fn count(&self, field: &str) -> Result<usize> {
+        match self.require(field)?.as_u64() {
+            Some(count @ 0..=MAX_SIZE) => Ok(count as usize),
+            _ => Err(self.refuse(field, format!("a whole number from 0 to {MAX_SIZE} is needed"))),
+        }
+    }
+
+    /// A required list of `N` whole numbers of at least 1.
+    pub(super) fn sizes<const N: usize>(&self, field: &str) -> Result<[usize; N]> {
+        let one = |value: &Value| value.as_u64().filter(|size| (1..=MAX_SIZE).contains(size)).map(|size| size as usize);
+        let list = self.require(field)?.as_array();
+        let sizes = list.and_then(|list| list.iter().map(one).collect::<Option<Vec<_>>>());
+        sizes
+            .and_then(|sizes| sizes.try_into().ok())
+            .ok_or_else(|| self.refuse(field, format!("a list of {N} whole numbers from 1 to {MAX_SIZE} is needed")))
     }
 
     fn as_size(&self, field: &str, value: &Value) -> Result<usize> {
@@ -127,6 +145,15 @@ impl<'a> Fields<'a> {
     /// A number above 0, if the field is there.
     pub(super) fn positive_if_present(&self, field: &str) -> Result<Option<f64>> {
         self.get(field).map(|value| self.as_positive(field, value)).transpose()
+    }
+
+    /// A number that f32 can hold, if the field is there.
+    pub(super) fn number(&self, field: &str) -> Result<Option<f64>> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        match value.as_f64() {
+            Some(number) if number.abs() <= f64::from(f32::MAX) => Ok(Some(number)),
+            _ => Err(self.refuse(field, "a number in the range of f32 is needed")),
+        }
     }
 
     fn as_positive(&self, field: &str, value: &Value) -> Result<f64> {

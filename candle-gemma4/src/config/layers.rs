@@ -36,7 +36,7 @@ pub(super) fn read(fields: &Fields) -> Result<Vec<LayerConfig>> {
 
 /// The last `num_kv_shared_layers` layers read the keys and values of the last layer of their type before them all.
 fn share_keys(fields: &Fields, layers: &mut [LayerConfig]) -> Result<()> {
-    let shared = fields.count("num_kv_shared_layers")?;
+    let shared = fields.count_or_zero("num_kv_shared_layers")?;
     let double_wide = fields.flag("use_double_wide_mlp", false)?;
     let count = layers.len();
     let Some(first) = count.checked_sub(shared).filter(|&first| first > 0) else {

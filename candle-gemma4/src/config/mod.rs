@@ -3,6 +3,7 @@
 //! A field that is absent takes the value that the library which writes these files gives it; sizes, rotary
 //! settings and norm constants have no such default here and are required.
 
+mod audio;
 mod fields;
 mod layers;
 mod moe;
@@ -15,11 +16,12 @@ use std::path::Path;
 
 use serde_json::Value;
 
+pub use self::audio::AudioConfig;
 use self::fields::Fields;
 pub use self::moe::MoeConfig;
 pub use self::rope::{RopeConfig, RopeKind};
 pub use self::text::{LayerConfig, LayerKind, PerLayerConfig, TextConfig};
-pub use self::unified::PatchEmbedderConfig;
+pub use self::unified::{FrameEmbedderConfig, PatchEmbedderConfig};
 pub use self::vision::VisionConfig;
 use crate::error::{Error, Result};
 
@@ -81,7 +83,7 @@ pub(crate) enum Placeholder {
     Audio,
 }
 
-/// A Gemma 4 model: text decoder, and vision tower if it has one.
+/// A Gemma 4 model: text decoder, and the towers it has.
 ///
 /// Made from JSON only, so that every value has passed the checks.
 #[derive(Debug, Clone, PartialEq)]
@@ -95,6 +97,10 @@ pub struct Config {
     pub vision: Option<VisionConfig>,
     /// What a unified model has in the place of a vision tower.
     pub patch_embedder: Option<PatchEmbedderConfig>,
+    /// The audio tower; `None` for a model without one.
+    pub audio: Option<AudioConfig>,
+    /// What a unified model has in the place of an audio tower.
+    pub frame_embedder: Option<FrameEmbedderConfig>,
     /// Placeholder of one image feature. A text-only checkpoint has no placeholders: there, all ids are text.
     pub image_token_id: u32,
     /// Placeholder of one video feature.
@@ -157,15 +163,16 @@ impl Config {
         let value: Value = serde_json::from_str(text).map_err(|cause| Error::Json { what: what.to_string(), cause })?;
         let top = Fields::new("", &value)?;
         let architecture = read_architecture(&top)?;
-        let (text_fields, vision_value) = match architecture.is_text_only() {
-            true => (top, None),
+        let (text_fields, vision_value, audio_value) = match architecture.is_text_only() {
+            true => (top, None, None),
             false => {
                 let missing = top.missing(&["text_config"]);
                 let value = top.get("text_config").ok_or(Error::MissingFields { fields: missing })?;
-                (Fields::new("text_config", value)?, top.get("vision_config"))
+                (Fields::new("text_config", value)?, top.get("vision_config"), top.get("audio_config"))
             }
         };
         let vision_fields = vision_value.map(|value| Fields::new("vision_config", value)).transpose()?;
+        let audio_fields = audio_value.map(|value| Fields::new("audio_config", value)).transpose()?;
 
         let mut missing = TextConfig::missing(&text_fields);
         missing.extend(vision_fields.iter().flat_map(|fields| match architecture.is_unified() {
@@ -175,6 +182,14 @@ impl Config {
         if vision_fields.is_some() {
             missing.extend(top.missing(&["image_token_id"]));
         }
+        missing.extend(audio_fields.iter().flat_map(|fields| match architecture.is_unified() {
+            true => FrameEmbedderConfig::missing(fields),
+            false => AudioConfig::missing(fields),
+        }));
+        let audio_token_id = top.token_or("audio_token_id", 258_881)?;
+        if audio_fields.is_some() && audio_token_id.is_none() {
+            missing.push("audio_token_id".to_string());
+        }
         if !missing.is_empty() {
             return Err(Error::MissingFields { fields: missing });
         }
@@ -182,9 +197,10 @@ impl Config {
             true => top.tokens("eos_token_id")?,
             false => text_fields.tokens("eos_token_id")?,
         };
-        let (tower, embedder) = match architecture.is_unified() {
-            true => (None, vision_fields.as_ref()),
-            false => (vision_fields.as_ref(), None),
+        let (vision, audio) = (vision_fields.as_ref(), audio_fields.as_ref());
+        let (tower, embedder, audio_tower, frames) = match architecture.is_unified() {
+            true => (None, vision, None, audio),
+            false => (vision, None, audio, None),
         };
         let token = |field: &str, default: u32| Ok::<_, Error>(top.token(field)?.unwrap_or(default));
         Ok(Self {
@@ -192,9 +208,11 @@ impl Config {
             text: TextConfig::read(&text_fields, architecture)?,
             vision: tower.map(VisionConfig::read).transpose()?,
             patch_embedder: embedder.map(PatchEmbedderConfig::read).transpose()?,
+            audio: audio_tower.map(AudioConfig::read).transpose()?,
+            frame_embedder: frames.map(FrameEmbedderConfig::read).transpose()?,
             image_token_id: token("image_token_id", 258_880)?,
             video_token_id: top.token_or("video_token_id", 258_884)?,
-            audio_token_id: top.token_or("audio_token_id", 258_881)?,
+            audio_token_id,
             boi_token_id: token("boi_token_id", 255_999)?,
             eoi_token_id: token("eoi_token_id", 258_882)?,
             eos_token_ids,
@@ -212,21 +230,16 @@ fn read_architecture(top: &Fields) -> Result<Architecture> {
         let allowed = Architecture::ALL.map(|known| format!("\"{}\"", known.model_type())).join(", ");
         return Err(top.refuse("model_type", format!("this model family is not supported yet; allowed: {allowed}")));
     };
-    if architecture.is_text_only() && top.get("vision_config").is_some() {
-        return Err(Error::Config {
-            field: "vision_config".to_string(),
-            value: "an object".to_string(),
-            reason: format!("a text-only model (model_type \"{name}\") has no tower; allowed: null"),
-        });
+    for tower in ["vision_config", "audio_config"] {
+        if architecture.is_text_only() && top.get(tower).is_some() {
+            return Err(Error::Config {
+                field: tower.to_string(),
+                value: "an object".to_string(),
+                reason: format!("a text-only model (model_type \"{name}\") has no tower; allowed: null"),
+            });
+        }
     }
-    match top.get("audio_config") {
-        None => Ok(architecture),
-        Some(_) => Err(Error::Config {
-            field: "audio_config".to_string(),
-            value: "an object".to_string(),
-            reason: "the audio tower is not supported yet; allowed: null".to_string(),
-        }),
-    }
+    Ok(architecture)
 }
 
 /// Image group of every token of a row: a maximal run of image or video placeholders is one group; groups are

@@ -220,7 +220,7 @@ fn read_per_layer(fields: &Fields, architecture: Architecture) -> Result<Option<
         return Ok(None);
     }
     let width = match fields.contains("hidden_size_per_layer_input") {
-        true => fields.count("hidden_size_per_layer_input")?,
+        true => fields.count_or_zero("hidden_size_per_layer_input")?,
         false => 256,
     };
     if width == 0 {

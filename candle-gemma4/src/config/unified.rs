@@ -52,3 +52,37 @@ impl PatchEmbedderConfig {
         3 * side * side
     }
 }
+
+/// A norm and a projection that take frames of raw audio into the text model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct FrameEmbedderConfig {
+    /// Samples in one frame, which becomes one soft token.
+    pub width: usize,
+    /// Added to the mean square in the norm before the projection.
+    pub rms_norm_eps: f64,
+    /// Standard deviation that fresh matrices have at least.
+    pub initializer_range: f64,
+}
+
+impl FrameEmbedderConfig {
+    /// Names of the required fields that are absent.
+    pub(super) fn missing(fields: &Fields) -> Vec<String> {
+        fields.missing(&["audio_embed_dim", "rms_norm_eps"])
+    }
+
+    /// Reads and checks `audio_config`.
+    pub(super) fn read(fields: &Fields) -> Result<Self> {
+        fields.only("model_type", "gemma4_unified_audio")?;
+        let width = fields.size("audio_embed_dim")?;
+        for field in ["audio_samples_per_token", "output_proj_dims", "hidden_size"] {
+            if fields.size_if_present(field)?.is_some_and(|size| size != width) {
+                return Err(fields.refuse(field, format!("must be audio_embed_dim {width}: a frame is a soft token")));
+            }
+        }
+        Ok(Self {
+            width,
+            rms_norm_eps: fields.positive("rms_norm_eps")?,
+            initializer_range: fields.positive_if_present("initializer_range")?.unwrap_or(0.02),
+        })
+    }
+}

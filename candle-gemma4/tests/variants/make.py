@@ -3,6 +3,7 @@
     pip install torch==2.15.0 transformers==5.24.0 safetensors==0.8.0 numpy
     python make.py
     python make_text_only.py
+    python make_towers.py
 
 Rewrites one folder per variant beside this file. Weights, pixels and tokens are random, from fixed seeds.
 """
@@ -135,6 +136,8 @@ VARIANTS = {
 def fill(net, seed):
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in sorted(net.state_dict().items()):
+        if tensor.dim() == 0:  # the bounds of a clipped projection
+            continue
         noise = torch.randn(tensor.shape, generator=generator)
         if "norm" in name:
             value = 1 + 0.2 * noise
