@@ -3,6 +3,7 @@
     pip install torch==2.15.0 transformers==5.24.0 safetensors==0.8.0 numpy
     python make.py
     python make_text_only.py
+    python make_families.py
 
 Rewrites one folder per variant beside this file. Weights, pixels and tokens are random, from fixed seeds.
 """
