@@ -259,7 +259,7 @@ mod tests {
         for (dtype, factor) in [(DType::F32, 33.941123962402344), (DType::BF16, 34.0)] {
             let weights = Weights::random(&config, dtype, &Device::Cpu, 5)?;
             let embedding = Embedding::new(&config, &weights)?;
-            let found = embedding.forward(&Tensor::new(&[[300u32, 301]], &Device::Cpu)?, None)?;
+            let found = embedding.forward(&Tensor::new(&[[300u32, 301]], &Device::Cpu)?, &Media::default())?;
             let rows = embedding.table_vh.narrow(0, 300, 2)?.to_dtype(DType::F64)?;
             let expected = (rows * factor)?.to_dtype(dtype)?.to_dtype(DType::F64)?;
             let found = found.squeeze(0)?.to_dtype(DType::F64)?;

@@ -4,6 +4,7 @@
     python make.py
     python make_text_only.py
     python make_towers.py
+    python make_families.py
 
 Rewrites one folder per variant beside this file. Weights, pixels and tokens are random, from fixed seeds.
 """

@@ -2,10 +2,11 @@
 
     python make_families.py [name ...]
 
-Rewrites one folder per variant beside this file: `case` is a padded batch of two rows with a picture each, with the
-gradients of its loss in `grads`; `packed` is one row of three documents, two of them with a picture, whose truth is each
-document run alone. `experts` is what goes into and out of the router and experts of layer 2 of a model that has them, in
-the padded case: x the router's input, z and y the experts'. The first seed is taken that leaves chosen and rejected experts apart and rounding without effect.
+Rewrites one folder per variant beside this file. `case` is a padded batch of two rows with a picture each, with the
+gradients of its loss in `grads`. `packed` is one row of three documents, two of them with a picture, whose truth is each
+document run alone; it has no gradients. `experts` is what goes into and out of the router and the experts of layer 2 of
+a model that has them, in the padded case: x is the router's input, z and y are the experts'. The first seed is taken
+that keeps chosen and rejected experts apart and leaves rounding without effect.
 """
 
 import copy
@@ -250,10 +251,11 @@ class Inputs:
     def documents(self):
         pad = self.text["pad_token_id"]
         (first, one), (second, two) = self.picture(2, 3), self.picture(4, 2)
+        # Two pictures side by side, kept apart by nothing but their documents.
         rows = [
-            ([2] + self.words(4) + first + self.words(5), [one]),
-            ([2] + self.words(3) + [pad] + self.words(4), []),
-            (second + self.words(4), [two]),
+            ([2] + self.words(3) + [pad] + self.words(5), []),
+            ([2] + self.words(8) + first[:-1], [one]),
+            (second[1:] + self.words(7), [two]),
         ]
         documents = [self.inputs([row], pictures) for row, pictures in rows]
         for document in documents:
