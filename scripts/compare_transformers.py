@@ -11,13 +11,12 @@ with images too. Needs torch, transformers and safetensors. Exit status: 0 withi
 """
 
 import argparse
+import inspect
 import sys
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-INPUTS = ("input_ids", "attention_mask", "pixel_values", "image_position_ids")
 
 
 def arguments():
@@ -29,6 +28,8 @@ def arguments():
     parser.add_argument("--ids", help="token ids of the case, separated by commas")
     parser.add_argument("--tokens", type=int, default=64, help="number of random ids (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random ids (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32",
+                        help="type to run in; `auto` is what config.json says (default: %(default)s, as parity does)")
     parser.add_argument("--tolerance", type=float, default=5e-4,
                         help="largest absolute difference of a logit that passes (default: %(default)s)")
     return parser.parse_args()
@@ -54,9 +55,11 @@ def make_case(args, config):
     print(f"{args.make_case}: {len(ids)} token ids")
 
 
-def load_model(folder, config):
+def load_model(folder, config, dtype):
     kind = AutoModelForImageTextToText if getattr(config, "text_config", None) is not None else AutoModelForCausalLM
-    model, info = kind.from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
+    model, info = kind.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
+    )
     print(f"{type(model).__name__}, {model.dtype}")
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):
@@ -65,9 +68,10 @@ def load_model(folder, config):
 
 
 def transformers_logits(model, case, config):
-    inputs = {name: case[f"input.{name}"] for name in INPUTS if f"input.{name}" in case}
-    inputs = {name: x.to(model.dtype) if x.is_floating_point() else x.long() for name, x in inputs.items()}
-    ids = inputs["input_ids"]
+    accepted = set(inspect.signature(model.forward).parameters) - {"labels", "position_ids"}
+    inputs = {name: case[f"input.{name}"] for name in accepted if f"input.{name}" in case}
+    inputs = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+    ids = inputs["input_ids"] = inputs["input_ids"].long()
     if getattr(config, "text_config", None) is not None:
         types = torch.zeros_like(ids)
         for kind, field in ((1, "image_token_id"), (2, "video_token_id"), (3, "audio_token_id")):
@@ -85,7 +89,7 @@ def compare(args, config):
             stop(f"{args.results} has no {name}; write it with `parity ... --dump {args.results}`")
     if "input.doc_ids" in case:
         stop(f"{args.results} packs several documents into a row, which transformers does not mask by document")
-    expected = transformers_logits(load_model(args.folder, config), case, config).double()
+    expected = transformers_logits(load_model(args.folder, config, args.dtype), case, config).double()
     found = case["out.logits"].double()
     if expected.shape != found.shape:
         stop(f"logits are {list(expected.shape)} in transformers and {list(found.shape)} in {args.results}")

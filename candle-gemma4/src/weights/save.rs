@@ -53,7 +53,7 @@ pub(super) fn save_weights(dir: &Path, contents: &Contents, max_shard_bytes: u64
     let files = files.map(|(shard, name)| Pending::tensors(&dir.join(name), contents, shard));
     let files: Vec<Pending> = files.collect::<Result<_>>()?;
     let new_index = Pending::text(&index, &text)?;
-    if index.exists() && names.iter().any(|name| dir.join(name).exists()) {
+    if index.exists() && names.iter().any(|name| dir.join(name).is_file()) {
         // With the old index, old and new shards would be taken for one checkpoint. A single file beside the index
         // was not in use, and would be read next.
         remove(&single)?;
