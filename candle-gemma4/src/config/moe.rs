@@ -14,13 +14,11 @@ pub struct MoeConfig {
     pub intermediate_size: usize,
 }
 
-#[allow(dead_code)] // until the text model reads it
 const REQUIRED: [&str; 3] = ["num_experts", "top_k_experts", "moe_intermediate_size"];
 
 impl MoeConfig {
     /// Reads the fields of `text_config` that speak of experts; `None` if `enable_moe_block` is not true, whatever the
     /// other fields say.
-    #[allow(dead_code)] // until the text model reads it
     pub(super) fn read(fields: &Fields) -> Result<Option<Self>> {
         if !fields.flag("enable_moe_block", false)? {
             return Ok(None);

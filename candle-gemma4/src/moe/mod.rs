@@ -17,12 +17,9 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_cp::CpContext;
 
-#[allow(unused_imports)] // until decoder layers have experts
 pub(crate) use self::block::MoeBlock;
 pub(crate) use self::dispatch::Dispatch;
-#[allow(unused_imports)] // until decoder layers have experts
 pub(crate) use self::experts::Experts;
-#[allow(unused_imports)] // until decoder layers have experts
 pub(crate) use self::router::{Router, Routing};
 
 /// Which rows hold tokens; the others are padding.
