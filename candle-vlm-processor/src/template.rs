@@ -172,7 +172,7 @@ fn variables(messages: &[Message], inputs: &TemplateInputs, special_tokens: &BTr
     all.insert("tools".into(), list_or_none(&inputs.tools));
     all.insert("documents".into(), list_or_none(&inputs.documents));
     all.insert("add_generation_prompt".into(), Value::from(inputs.add_generation_prompt));
-    all.into_iter().collect()
+    Value::from_pairs(all)
 }
 
 /// The files of `additional_chat_templates`, by their names without extension.

@@ -47,17 +47,3 @@ fn on_white(sample: u8, alpha: u8) -> u8 {
     let sum = ((sample * alpha + 255 * (255 - alpha)) << 7) + (0x80 << 7);
     ((((sum >> 8) + sum) >> 8) >> 7) as u8
 }
-
-/// CMYK inks (255: full ink) to RGB: each ink, and black over it, take away light.
-pub(super) fn inks_to_rgb(cmyk: &[u8]) -> Vec<u8> {
-    let light = |ink: u8, black: u8| {
-        let product = u32::from(255 - ink) * u32::from(255 - black);
-        ((product + 127) / 255) as u8
-    };
-    cmyk.chunks_exact(4).flat_map(|p| [light(p[0], p[3]), light(p[1], p[3]), light(p[2], p[3])]).collect()
-}
-
-/// Prints of Adobe programs store the inks inverted (255: no ink).
-pub(super) fn invert(samples: &mut [u8]) {
-    samples.iter_mut().for_each(|s| *s = 255 - *s);
-}

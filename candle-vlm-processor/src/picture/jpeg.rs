@@ -1,7 +1,7 @@
 //! JPEG content.
 //!
-//! The segments are walked before anything is decoded: for the size, for what the four channels of a print mean, and
-//! because a decoder fills the rest of a cut file with grey and says nothing.
+//! The segments are walked before anything is decoded: for the size, and because a decoder fills the rest of a cut file
+//! with grey and says nothing.
 
 use image::metadata::Orientation;
 use zune_jpeg::JpegDecoder;
@@ -11,7 +11,7 @@ use zune_jpeg::zune_core::colorspace::ColorSpace;
 use zune_jpeg::zune_core::options::DecoderOptions;
 
 use super::decode::{check_size, rgb_image, upright};
-use super::{Picture, PictureLimits, color, orientation};
+use super::{Picture, PictureLimits, orientation};
 use crate::error::PictureFault;
 
 /// What the segments of a JPEG tell.
@@ -20,9 +20,8 @@ struct Header {
     height: u32,
     /// Identifiers of the components, in order.
     components: Vec<u8>,
-    /// Colour transform of an Adobe segment.
-    adobe_transform: Option<u8>,
-    jfif: bool,
+    /// Whether a JFIF or Adobe segment tells the colours.
+    marked: bool,
 }
 
 pub(super) fn decode(content: &[u8], limits: &PictureLimits) -> Result<Picture, PictureFault> {
@@ -36,27 +35,19 @@ pub(super) fn decode(content: &[u8], limits: &PictureLimits) -> Result<Picture, 
 
 /// `[height, width, 3]` samples as stored, and the orientation.
 fn pixels(content: &[u8], header: &Header) -> Result<(Vec<u8>, Orientation), PictureFault> {
-    let plain_rgb = header.components == *b"RGB" && !header.jfif && header.adobe_transform.is_none();
-    let inks = header.components.len() == 4 && header.adobe_transform != Some(2);
-    let space = match () {
-        () if plain_rgb => ColorSpace::YCbCr, // stored samples as they are
-        () if inks => ColorSpace::CMYK,
-        () => ColorSpace::RGB,
-    };
+    // Without any mark these names mean RGB, to be taken as stored.
+    let plain_rgb = header.components == *b"RGB" && !header.marked;
+    // Four channels are inks, stored inverted as Adobe's programs do it (Pillow takes that for granted as well); the
+    // decoder makes RGB of them.
+    let space = if plain_rgb { ColorSpace::YCbCr } else { ColorSpace::RGB };
     let options = DecoderOptions::default()
         .set_strict_mode(true)
         .set_max_width(usize::from(u16::MAX))
         .set_max_height(usize::from(u16::MAX))
         .jpeg_set_out_colorspace(space);
     let mut decoder = JpegDecoder::new_with_options(ZCursor::new(content), options);
-    let mut samples = decoder.decode().map_err(fault)?;
+    let samples = decoder.decode().map_err(fault)?;
     let turn = orientation::find(decoder.exif().map(Vec::as_slice), decoder.xmp().map(Vec::as_slice));
-    if inks {
-        if header.adobe_transform.is_some() {
-            color::invert(&mut samples);
-        }
-        samples = color::inks_to_rgb(&samples);
-    }
     Ok((samples, turn))
 }
 
@@ -72,7 +63,7 @@ fn fault(cause: DecodeErrors) -> PictureFault {
 fn walk(content: &[u8]) -> Result<Header, PictureFault> {
     let cut = |place: &str| PictureFault::CutShort(format!("the JPEG ends in {place}, without its end marker"));
     let mut header = None;
-    let (mut adobe_transform, mut jfif) = (None, false);
+    let mut marked = false;
     let mut at = 2;
     loop {
         at += content[at..].iter().position(|&b| b == 0xff).ok_or_else(|| cut("its segments"))?;
@@ -90,14 +81,14 @@ fn walk(content: &[u8]) -> Result<Header, PictureFault> {
         at += length;
         match marker {
             0xc0..=0xcf if !matches!(marker, 0xc4 | 0xc8 | 0xcc) => header = header.or(frame(marker, body)?),
-            0xe0 if body.starts_with(b"JFIF") => jfif = true,
-            0xee if body.starts_with(b"Adobe") => adobe_transform = body.get(11).copied(),
+            0xe0 if body.starts_with(b"JFIF") => marked = true,
+            0xee if body.starts_with(b"Adobe") => marked = true,
             0xda => at = scan_end(content, at).ok_or_else(|| cut("its pixels"))?,
             _ => {}
         }
     }
     match header {
-        Some(frame) => Ok(Header { adobe_transform, jfif, ..frame }),
+        Some(frame) => Ok(Header { marked, ..frame }),
         None => Err(PictureFault::Damaged("the JPEG has no frame header".into())),
     }
 }
@@ -123,7 +114,7 @@ fn frame(marker: u8, body: &[u8]) -> Result<Option<Header>, PictureFault> {
         return Err(PictureFault::Unsupported(format!("a JPEG of {width} x {height} pixels")));
     }
     let components = components.chunks(3).take(usize::from(count)).map(|c| c[0]).collect();
-    Ok(Some(Header { width, height, components, adobe_transform: None, jfif: false }))
+    Ok(Some(Header { width, height, components, marked: false }))
 }
 
 /// Index of the first marker after entropy-coded data; stuffed bytes and restart markers belong to the data.

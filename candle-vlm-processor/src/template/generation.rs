@@ -31,7 +31,7 @@ pub(super) fn replace_tags(source: &str, filter: &str) -> Option<String> {
             Some(b'#') => rest.find("#}").map_or(rest.len(), |end| end + 2),
             Some(b'{') => tag_end(rest, "}}"),
             Some(b'%') => {
-                let end = tag_end(rest, "%}");
+                let end = raw_end(rest).unwrap_or_else(|| tag_end(rest, "%}"));
                 if let Some(tag) = replaced(&rest[..end], filter) {
                     result.push_str(&tag);
                     rest = &rest[end..];
@@ -67,16 +67,40 @@ fn tag_end(tag: &str, close: &str) -> usize {
     tag.len()
 }
 
+/// Length of a raw block up to its end tag, if the text starts with one.
+fn raw_end(source: &str) -> Option<usize> {
+    let tag = &source[..source.find("%}")? + 2];
+    if inner(tag)?.1 != "raw" {
+        return None;
+    }
+    let mut at = tag.len();
+    while let Some(start) = source[at..].find("{%") {
+        at += start;
+        let end = at + source[at..].find("%}")? + 2;
+        if inner(&source[at..end])?.1 == "endraw" {
+            return Some(at);
+        }
+        at += 2;
+    }
+    None
+}
+
 /// The replacement of one `{% ... %}`, with its whitespace control; `None` for other tags.
 fn replaced(tag: &str, filter: &str) -> Option<String> {
-    let inner = tag.strip_prefix("{%")?.strip_suffix("%}")?;
-    let (left, inner) = control(inner, |s, c| s.strip_prefix(c));
-    let (right, inner) = control(inner, |s, c| s.strip_suffix(c));
-    match inner.trim() {
+    let ([left, right], inner) = inner(tag)?;
+    match inner {
         "generation" => Some(format!("{{%{left} filter {filter} {right}%}}")),
         "endgeneration" => Some(format!("{{%{left} endfilter {right}%}}")),
         _ => None,
     }
+}
+
+/// The whitespace control of a tag at both ends, and what stands between.
+fn inner(tag: &str) -> Option<([&'static str; 2], &str)> {
+    let inner = tag.strip_prefix("{%")?.strip_suffix("%}")?;
+    let (left, inner) = control(inner, |s, c| s.strip_prefix(c));
+    let (right, inner) = control(inner, |s, c| s.strip_suffix(c));
+    Some(([left, right], inner.trim()))
 }
 
 /// The sign at one end of a tag that says how blanks beside it are treated.
