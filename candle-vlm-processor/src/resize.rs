@@ -1,6 +1,6 @@
 //! Bicubic resizing with antialiasing, bit for bit as Pillow does it with 8-bit samples.
 //!
-//! Rows first, then columns; each pass rounds to 8 bits. Weights are fixed-point numbers with 22 fraction bits, made in
+//! One pass along the rows and one along the columns; each rounds to 8 bits, so their order shows. Weights are fixed-point numbers with 22 fraction bits, made in
 //! f64; when a side shrinks, the kernel is as much wider.
 
 use crate::picture::Picture;
@@ -118,12 +118,16 @@ fn resize_columns(rgb_hwc: &[u8], width: usize, outputs: usize) -> Vec<u8> {
 /// A side is 0.
 pub fn resize_bicubic(picture: &Picture, width: usize, height: usize) -> Picture {
     assert!(width > 0 && height > 0, "cannot resize to {width} x {height}");
-    let mut rgb_hwc = None;
-    if width != picture.width() {
-        rgb_hwc = Some(resize_rows(picture.rgb_hwc(), picture.width(), width));
-    }
-    if height != picture.height() {
-        rgb_hwc = Some(resize_columns(rgb_hwc.as_deref().unwrap_or(picture.rgb_hwc()), width, height));
-    }
+    let rows = |rgb_hwc: &[u8]| resize_rows(rgb_hwc, picture.width(), width);
+    let columns = |rgb_hwc: &[u8], row_width| resize_columns(rgb_hwc, row_width, height);
+    let (old_width, old_height) = (picture.width(), picture.height());
+    let rgb_hwc = match (width != old_width, height != old_height) {
+        (false, false) => None,
+        (true, false) => Some(rows(picture.rgb_hwc())),
+        (false, true) => Some(columns(picture.rgb_hwc(), width)),
+        // Pillow goes along the rows first, except where that would make more rows to throw away.
+        (true, true) if width > old_width && height < old_height => Some(rows(&columns(picture.rgb_hwc(), old_width))),
+        (true, true) => Some(columns(&rows(picture.rgb_hwc()), width)),
+    };
     picture.resized(width, height, rgb_hwc)
 }

@@ -23,6 +23,7 @@ TOOLS = [{"type": "function", "function": {"name": "find", "description": "It's 
 TEMPLATES = {
     "printing": "{{ none }}|{{ true }}|{{ 1.0 }}|{{ 1e22 }}|{{ 0.00001 }}|{{ 123456789.125 }}|{{ 7 // 2 }}|{{ -7 % 3 }}|{{ 7 / 2 }}|{{ 2 ** 3 }}",
     "lists": "{{ [1, 'a', none, true, \"it's\"] }}|{{ {'k': [1, 'b']} }}|{{ (1, 2) | list }}",
+    "float-lists": "{{ [1e-7, (1.5, 1e16), {'k': [2e30, 'a']}] }}|{{ {'x': 0.1} }}|{{ [1.0] | string }}",
     "undefined": "[{{ nothing }}]{% for x in nothing %}x{% endfor %}{{ nothing is defined }}{{ messages[0].nothing is defined }}{{ tools is none }}",
     "concat": "{{ 'a' ~ 1 ~ true ~ none ~ 'b' }}{{ 'x' + 'y' }}{{ 'ab' * 3 }}",
     "loop": "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{% if loop.first %}F{% endif %}{% if loop.last %}L{% endif %}{{ loop.previtem.role if loop.previtem is defined else '-' }} {% else %}none{% endfor %}",

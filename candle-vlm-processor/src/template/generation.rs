@@ -115,7 +115,12 @@ fn control<'a>(inner: &'a str, strip: impl Fn(&'a str, char) -> Option<&'a str>)
 
 /// Byte ranges in `plain` of what stands between marks in `marked`.
 pub(super) fn spans(template: &str, plain: &str, marked: &str) -> Result<Vec<Range<usize>>> {
-    let fault = |reason: &str| Error::Template { name: template.into(), reason: reason.into() };
+    let fault = || Error::Template {
+        name: template.into(),
+        reason: "the places of its generation blocks cannot be found: the template changes their text afterwards, \
+                 or a message holds U+FDD0 or U+FDD1, which are no characters"
+            .into(),
+    };
     let mut text = String::with_capacity(plain.len());
     let mut spans = Vec::new();
     let mut open = Vec::new();
@@ -123,17 +128,14 @@ pub(super) fn spans(template: &str, plain: &str, marked: &str) -> Result<Vec<Ran
         match symbol {
             OPEN => open.push(text.len()),
             CLOSE => {
-                let start = open.pop().ok_or_else(|| fault("the text holds U+FDD1, which is no character"))?;
+                let start = open.pop().ok_or_else(fault)?;
                 spans.push(start..text.len());
             }
             _ => text.push(symbol),
         }
     }
     if text != plain || !open.is_empty() {
-        return Err(fault(
-            "the places of its generation blocks cannot be found: the template changes their text afterwards, \
-             or a message holds U+FDD0 or U+FDD1, which are no characters",
-        ));
+        return Err(fault());
     }
     Ok(spans)
 }

@@ -28,8 +28,8 @@ fn raise_exception(message: &Value, _: Kwargs) -> Result<Value, Error> {
 }
 
 fn write_value(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
-    if is_float(value) {
-        escape_formatter(out, state, &Value::from(text(value)))
+    if holds_float(value) {
+        out.write_str(&text(value)).map_err(Error::from)
     } else {
         escape_formatter(out, state, value)
     }
@@ -39,12 +39,45 @@ fn is_float(value: &Value) -> bool {
     value.kind() == ValueKind::Number && !value.is_integer()
 }
 
+/// Whether a number stands somewhere in a value that the engine may write unlike Python.
+fn holds_float(value: &Value) -> bool {
+    let any = |items: &Value| items.try_iter().is_ok_and(|mut items| items.any(|item| holds_float(&item)));
+    match value.kind() {
+        ValueKind::Number => is_float(value),
+        ValueKind::Seq => any(value),
+        ValueKind::Map => {
+            let item = |key: Value| value.get_item(&key).is_ok_and(|item| holds_float(&item));
+            value.try_iter().is_ok_and(|mut keys| keys.any(item))
+        }
+        _ => false,
+    }
+}
+
 /// `str(value)`.
 fn text(value: &Value) -> String {
-    match f64::try_from(value.clone()) {
-        Ok(number) if is_float(value) => float(number),
-        _ => value.to_string(),
+    if !holds_float(value) {
+        return value.to_string();
     }
+    match value.kind() {
+        ValueKind::Seq => {
+            let items: Vec<_> = value.try_iter().into_iter().flatten().map(|item| repr(&item)).collect();
+            let is_tuple = value.to_string().starts_with('(');
+            let comma = if is_tuple && items.len() == 1 { "," } else { "" };
+            let [open, close] = if is_tuple { ['(', ')'] } else { ['[', ']'] };
+            format!("{open}{}{comma}{close}", items.join(", "))
+        }
+        ValueKind::Map => {
+            let keys = value.try_iter().into_iter().flatten();
+            let entry = |key: Value| format!("{}: {}", repr(&key), repr(&value.get_item(&key).unwrap_or_default()));
+            format!("{{{}}}", keys.map(entry).collect::<Vec<_>>().join(", "))
+        }
+        _ => f64::try_from(value.clone()).map_or_else(|_| value.to_string(), float),
+    }
+}
+
+/// `repr(value)`.
+fn repr(value: &Value) -> String {
+    if holds_float(value) { text(value) } else { format!("{value:?}") }
 }
 
 /// `repr` of a Python float: the shortest digits that read back, with an exponent below 1e-4 and from 1e16 on.
