@@ -54,6 +54,7 @@ def packed(values, depth):
 
 def truth(name, image=None):
     image = Image.open(OUT / name) if image is None else image
+    image.load()  # tags may stand behind the pixels
     image = ImageOps.exif_transpose(image)
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255,) * 4), image.convert("RGBA"))
@@ -124,6 +125,12 @@ for turn in range(1, 9):
     exif = Image.Exif()
     exif[0x0112] = turn
     save(f"turn-{turn}.png", Image.fromarray(rgb), exif=exif)
+data = (OUT / "turn-6.png").read_bytes()
+at = data.index(b"eXIf") - 4
+block = data[at : at + 12 + struct.unpack(">I", data[at : at + 4])[0]]
+end = data.index(b"IEND") - 4
+(OUT / "turn-late.png").write_bytes(data[:at] + data[at + len(block) : end] + block + data[end:])
+truth("turn-late.png")
 xmp = PngImagePlugin.PngInfo()
 xmp.add_itxt("XML:com.adobe.xmp", '<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>')
 save("turn-xmp.png", Image.fromarray(rgb), pnginfo=xmp)

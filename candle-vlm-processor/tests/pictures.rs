@@ -95,6 +95,15 @@ fn a_picture_cut_anywhere_is_an_error() {
 }
 
 #[test]
+fn bytes_behind_the_picture_do_not_count() {
+    for name in ["photo-420.jpg", "photo-progressive.jpg", "rgba.png"] {
+        let content = std::fs::read(data("pillow").join(name)).unwrap();
+        let longer = [&content[..], b"\xff\xd8\xff\xe0 a second picture"].concat();
+        assert_eq!(decode(&longer).unwrap(), decode(&content).unwrap(), "{name}");
+    }
+}
+
+#[test]
 fn prints_are_not_inverted() {
     let folder = data("cmyk");
     let right = load(&folder.join("right.png")).unwrap();

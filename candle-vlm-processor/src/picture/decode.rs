@@ -43,13 +43,31 @@ pub(super) fn rgb_image(width: u32, height: u32, rgb_hwc: Vec<u8>) -> Option<Dyn
 }
 
 fn png(content: &[u8], limits: &PictureLimits) -> Result<Picture, PictureFault> {
-    let mut decoder = PngDecoder::new(Cursor::new(content)).map_err(png_fault)?;
+    let mut allowed = image::Limits::no_limits();
+    allowed.max_alloc = Some(limits.max_pixels.saturating_mul(8).saturating_add(64 << 20)); // profiles and the like
+    let decoder = PngDecoder::with_limits(Cursor::new(content), allowed).map_err(png_fault)?;
     let (width, height) = decoder.dimensions();
     check_size(width, height, limits)?;
-    let exif = decoder.exif_metadata().unwrap_or(None);
-    let xmp = decoder.xmp_metadata().unwrap_or(None);
-    let turn = orientation::find(exif.as_deref(), xmp.as_deref());
+    let turn = orientation::find(
+        chunks(content).find(|(kind, _)| *kind == b"eXIf").map(|(_, body)| body),
+        chunks(content).find(|(kind, body)| *kind == b"iTXt" && body.starts_with(XMP_KEY)).map(|(_, body)| body),
+    );
     Ok(upright(DynamicImage::from_decoder(decoder).map_err(png_fault)?, turn))
+}
+
+/// Keyword of the text chunk with an XMP packet.
+const XMP_KEY: &[u8] = b"XML:com.adobe.xmp\0";
+
+/// Kind and body of each chunk of a PNG; tags may stand behind the pixels, where the decoder does not look.
+fn chunks(content: &[u8]) -> impl Iterator<Item = (&[u8], &[u8])> {
+    let mut rest = &content[8..];
+    std::iter::from_fn(move || {
+        let (length, after) = rest.split_first_chunk::<4>()?;
+        let (kind, after) = after.split_at_checked(4)?;
+        let (body, after) = after.split_at_checked(u32::from_be_bytes(*length) as usize)?;
+        rest = after.get(4..)?;
+        Some((kind, body))
+    })
 }
 
 fn png_fault(cause: ImageError) -> PictureFault {

@@ -1,7 +1,9 @@
 //! JPEG content.
 //!
 //! The segments are walked before anything is decoded: for the size, and because a decoder fills the rest of a cut file
-//! with grey and says nothing.
+//! with grey and says nothing. Bytes behind the end marker are left alone: phones put more pictures there.
+//!
+//! DIFFERENCE: a file without its end marker is refused even if all pixels are there, where Pillow reads some of them.
 
 use image::metadata::Orientation;
 use zune_jpeg::JpegDecoder;
