@@ -28,7 +28,7 @@ pub struct EncodedChat {
     pub expansions: Vec<Expansion>,
     /// Token ids of `expanded`.
     pub ids: Vec<u32>,
-    /// The bytes of `expanded` that each token stands for.
+    /// The bytes of `expanded` that each token stands for; a token may be a part of a character.
     pub offsets: Vec<Range<usize>>,
 }
 

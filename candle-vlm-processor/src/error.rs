@@ -235,7 +235,7 @@ pub enum PictureFault {
     },
 
     /// The number of samples is not width x height x 3.
-    #[error("{width} x {height} RGB pixels need {} bytes, not {found}", width * height * 3)]
+    #[error("{width} x {height} RGB pixels need {} bytes, not {found}", width.saturating_mul(*height).saturating_mul(3))]
     WrongLength {
         /// Width in pixels.
         width: usize,

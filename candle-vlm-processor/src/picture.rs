@@ -44,7 +44,7 @@ impl Picture {
         if rgb_hwc.is_empty() {
             return Err(PictureFault::Empty);
         }
-        if rgb_hwc.len() != width * height * 3 {
+        if width.checked_mul(height).and_then(|pixels| pixels.checked_mul(3)) != Some(rgb_hwc.len()) {
             return Err(PictureFault::WrongLength { width, height, found: rgb_hwc.len() });
         }
         Ok(Self { width, height, rgb_hwc })

@@ -3,6 +3,7 @@
 mod clock;
 mod generation;
 mod json;
+mod methods;
 mod python;
 
 use std::collections::BTreeMap;
@@ -107,6 +108,7 @@ impl ChatTemplate {
         let mut environment = python::environment();
         let mut templates = BTreeMap::new();
         for (name, source) in sources {
+            let source = source.replace("\r\n", "\n").replace('\r', "\n"); // as Jinja2 reads it
             let marked = generation::replace_tags(&source, generation::MARKED_FILTER);
             let plain = generation::replace_tags(&source, generation::PLAIN_FILTER).unwrap_or(source);
             let stored =

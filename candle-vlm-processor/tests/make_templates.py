@@ -49,6 +49,18 @@ TEMPLATES = {
     "strings": "{{ 'a' 'b' }}{{ 'tab\\tquote\\'' }}{{ \"\\u00e9\" }}{{ messages[0].content | tojson }}{{ 'x' == 'x' }}{{ 'a' < 'b' }}{{ [1] + [2] }}{{ 5 | abs }}{{ 2.5 | round }}{{ range(3) | list }}",
     "dict": "{% set d = dict(a=1, b='x') %}{{ d.a }}{{ d['b'] }}{{ d.c is defined }}{% for k in d %}{{ k }}{% endfor %}{{ d | length }}{{ d.keys() | list }}{{ d.values() | list }}",
     "spaces": "a {%- if true %} b {%- endif %} c\n{%+ if true %} d{% endif %}\n   {# note #}\n  e",
+    "newlines": "a\r\n{% if true %}\r\nb\r{% endif %}c\r\n",
+    "unpacking": "{% set a, b = 1, 'x' %}{{ a }}{{ b }}{% for x, y in [(1, 2), (3, 4)] %}{{ x + y }}{% endfor %}{{ 1 < 2 < 3 }}{{ 'a' not in 'bcd' }}{{ 'abc'[:2] }}{{ 'abc'[-1] }}{{ [1, 2, 3][-2:] }}",
+    "more-filters": "{{ ['b', 'a', 'b'] | unique | list }}{{ ['a', 'b'] | map('upper') | join }}{{ [1, 2, 3, 4] | select('even') | list }}{{ [{'k': 1}, {'k': 2}] | map(attribute='k') | list }}{{ 'x' | tojson | safe }}{{ {'b': 1, 'a': 2} | items | list }}{{ [[1, 2], [3]] | first | last }}{{ 'a-b' | replace('-', '') }}{{ 'abc' | reverse }}{{ [1, none, 2] | reject('none') | list }}{{ 'A B' | lower }}{{ 12.5 | int }}{{ '7.5' | float }}{{ ['a', 'c'] | max }}{{ 'aXb' | title }}",
+    "macro-globals": "{% macro f(x) %}{{ bos_token }}{{ messages | length }}{{ x.a if x.a is defined else 'no' }}{{ varargs | length }}{% endmacro %}{{ f({'a': 1}) }}{{ f({}) }}{% macro wrap(t) %}<{{ t }}>{{ caller() }}</{{ t }}>{% endmacro %}{% call wrap('b') %}in{% endcall %}",
+    "namespace-lists": "{% set ns = namespace(found=[], last=none) %}{% for m in messages %}{% if m.role == 'assistant' %}{% set ns.found = ns.found + [loop.index0] %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{{ ns.found }}{{ ns.last }}{% for i in ns.found | reverse %}{{ i }}{% endfor %}",
+    "recursive": "{% for x in [{'n': 1, 'c': [{'n': 2, 'c': []}]}] recursive %}{{ x.n }}{{ loop.depth }}{% if x.c %}({{ loop(x.c) }}){% endif %}{% endfor %}{% for i in range(4) %}{{ loop.cycle('a', 'b') }}{{ loop.revindex }}{% endfor %}",
+    "format": "{{ '{} and {}'.format('a', 1) }}{{ 'a,b,,c'.split(',') }}{{ ' a  b '.split() }}{{ 'a.b.c'.rsplit('.', 1) }}{{ 'x=1'.partition('=') }}{{ 'ab'.replace('a', 'b', 1) }}{{ 'abc'.index('c') }}{{ 'abc'.removeprefix('a') }}{{ 'abc'.removesuffix('c') }}{{ 'abc'.removesuffix('x') }}{{ 'a.b.c'.rpartition('.') }}{{ 'abc'.partition('-') }}{{ 'abc'.rpartition('-') }}{{ 'a.b.c'.rsplit('.') }}",
+    "comparisons": "{{ 1 == 1.0 }}{{ 'a' == none }}{{ [] == [] }}{{ none == nothing }}{{ 0 or 'z' }}{{ '' and 'y' }}|{{ not nothing }}{{ messages[0].get('x') is none }}{{ messages[0]['x'] is defined }}{{ (messages[1].content | length) == 2 }}{{ messages[1].content is not string }}{{ messages[1].content is sequence }}{{ messages[0] is mapping }}",
+    "escapes": "{{ '<a href=\"x\">&amp;' }}{{ '<b>' | e }}{{ 'a\\nb' }}{{ 'é\u00e8\x41' }}{{ \"it's\" }}",
+    "scopes": "{% set x = 1 %}{% if true %}{% set x = 2 %}{% endif %}{{ x }}{% for i in [1] %}{% set x = 3 %}{{ x }}{% endfor %}{{ x }}{% with y = 5 %}{{ y }}{% endwith %}{{ y is defined }}",
+    "generation-scope": "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
+    "attributes": "{{ messages[0]['role'] }}{{ messages[0].content.strip() }}{{ messages.0.role }}{{ messages | map(attribute='role') | list }}{{ (messages | first).role }}{{ messages[2].tool_calls[0].function.name }}{{ messages[2].tool_calls[0]['function']['arguments'].z }}",
     "raise": "{% if messages[0].role != 'user' %}{{ raise_exception('The first message must be from the user, not ' ~ messages[0].role) }}{% endif %}",
 }
 

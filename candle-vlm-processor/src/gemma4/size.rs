@@ -13,7 +13,7 @@ pub(super) fn resized(
     let refused = |reason: String| PictureFault::Shape { width, height, reason };
     let multiple = settings.patch_size * settings.pooling_kernel_size;
     let target_pixels = settings.max_patches() * settings.patch_size * settings.patch_size;
-    let factor = (target_pixels as f64 / (height * width) as f64).sqrt();
+    let factor = (target_pixels as f64 / (height as f64 * width as f64)).sqrt();
     let floor = |side: usize| (factor * side as f64 / multiple as f64).floor() as usize * multiple;
     let (mut target_height, mut target_width) = (floor(height), floor(width));
     if target_height == 0 && target_width == 0 {
@@ -24,10 +24,10 @@ pub(super) fn resized(
     let longest = settings.max_soft_tokens * multiple;
     if target_height == 0 {
         target_height = multiple;
-        target_width = (width / height * multiple).min(longest);
+        target_width = (width / height).saturating_mul(multiple).min(longest);
     } else if target_width == 0 {
         target_width = multiple;
-        target_height = (height / width * multiple).min(longest);
+        target_height = (height / width).saturating_mul(multiple).min(longest);
     }
     if target_height * target_width > target_pixels {
         return Err(refused(format!(

@@ -88,13 +88,16 @@ fn is_bare_base64(text: &str) -> bool {
 }
 
 fn read(path: &Path, limits: &PictureLimits) -> Result<Vec<u8>, PictureFault> {
-    let file = File::open(path)?;
-    let bytes = file.metadata()?.len();
+    let found = std::fs::metadata(path)?;
+    if !found.is_file() {
+        return Err(std::io::Error::other("it is no regular file").into()); // a pipe could block for ever
+    }
+    let bytes = found.len();
     if bytes > limits.max_bytes {
         return Err(PictureFault::TooManyBytes { bytes, max_bytes: limits.max_bytes });
     }
     let mut content = Vec::with_capacity(bytes as usize);
-    file.take(limits.max_bytes + 1).read_to_end(&mut content)?;
+    File::open(path)?.take(limits.max_bytes + 1).read_to_end(&mut content)?;
     Ok(content)
 }
 

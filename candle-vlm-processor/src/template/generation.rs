@@ -89,8 +89,9 @@ fn raw_end(source: &str) -> Option<usize> {
 fn replaced(tag: &str, filter: &str) -> Option<String> {
     let ([left, right], inner) = inner(tag)?;
     match inner {
-        "generation" => Some(format!("{{%{left} filter {filter} {right}%}}")),
-        "endgeneration" => Some(format!("{{%{left} endfilter {right}%}}")),
+        // What is set inside stays inside.
+        "generation" => Some(format!("{{%{left} filter {filter} %}}{{% with {right}%}}")),
+        "endgeneration" => Some(format!("{{%{left} endwith %}}{{% endfilter {right}%}}")),
         _ => None,
     }
 }

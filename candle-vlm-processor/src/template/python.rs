@@ -1,11 +1,10 @@
 //! The template engine, set up so that a template writes what it would write under Python.
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, ValueKind};
+use minijinja::value::{Kwargs, Tuple, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Value, escape_formatter};
-use minijinja_contrib::pycompat::unknown_method_callback;
 
-use super::{generation, json};
+use super::{generation, json, methods};
 
 /// An engine with the settings, functions and filters that transformers gives to chat templates.
 pub(super) fn environment() -> Environment<'static> {
@@ -13,7 +12,7 @@ pub(super) fn environment() -> Environment<'static> {
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     environment.set_syntax(syntax.expect("only whitespace settings are changed"));
     environment.set_auto_escape_callback(|_| AutoEscape::None);
-    environment.set_unknown_method_callback(unknown_method_callback);
+    environment.set_unknown_method_callback(methods::call);
     environment.set_formatter(write_value);
     environment.add_filter("tojson", json::tojson);
     environment.add_filter("string", |value: &Value| text(value));
@@ -61,7 +60,7 @@ fn text(value: &Value) -> String {
     match value.kind() {
         ValueKind::Seq => {
             let items: Vec<_> = value.try_iter().into_iter().flatten().map(|item| repr(&item)).collect();
-            let is_tuple = value.to_string().starts_with('(');
+            let is_tuple = value.downcast_object_ref::<Tuple>().is_some();
             let comma = if is_tuple && items.len() == 1 { "," } else { "" };
             let [open, close] = if is_tuple { ['(', ')'] } else { ['[', ']'] };
             format!("{open}{}{comma}{close}", items.join(", "))
