@@ -65,8 +65,9 @@ pub struct Rendered {
 }
 
 impl ChatTemplate {
-    /// Finds the templates of a checkpoint folder: `chat_template.jinja` (and `additional_chat_templates/*.jinja`), else
-    /// `chat_template.json`, else `chat_template` in `tokenizer_config.json`, a text or a list of named ones.
+    /// Finds the templates of a checkpoint folder: the old `chat_template.json`, `chat_template.jinja` and
+    /// `additional_chat_templates/*.jinja`, in that order; without any of these, `chat_template` in
+    /// `tokenizer_config.json`, a text or a list of named ones.
     ///
     /// # Errors
     /// There is none, or one does not compile (with its line).
@@ -75,12 +76,13 @@ impl ChatTemplate {
         if let Some(text) = files::text(folder, "chat_template.jinja")? {
             sources.insert(DEFAULT.into(), text);
         }
-        for file in ["chat_template.json", "tokenizer_config.json"] {
-            if sources.is_empty()
-                && let Some(config) = files::json(folder, file)?
-            {
-                sources = in_config(file, &config["chat_template"])?;
-            }
+        if let Some(config) = files::json(folder, "chat_template.json")? {
+            sources.extend(in_config("chat_template.json", &config["chat_template"])?);
+        }
+        if sources.is_empty()
+            && let Some(config) = files::json(folder, "tokenizer_config.json")?
+        {
+            sources = in_config("tokenizer_config.json", &config["chat_template"])?;
         }
         if sources.is_empty() {
             return Err(Error::MissingFile {

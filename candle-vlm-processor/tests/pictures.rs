@@ -95,6 +95,23 @@ fn a_picture_cut_anywhere_is_an_error() {
 }
 
 #[test]
+fn damaged_bytes_end_in_a_picture_or_an_error() {
+    for name in ["photo-420.jpg", "photo-progressive.jpg", "photo-restart.jpg", "inks-adobe.jpg", "palette-alpha-4.png"]
+    {
+        let content = std::fs::read(data("pillow").join(name)).unwrap();
+        let places = support::noise(3 * 1000, 7);
+        for bytes in places.chunks_exact(3) {
+            let mut damaged = content.clone();
+            let at = (usize::from(bytes[0]) * 256 + usize::from(bytes[1])) % content.len();
+            damaged[at] = bytes[2];
+            if let Ok(picture) = Picture::decode(&damaged, &PictureLimits { max_pixels: 1 << 20, max_bytes: 1 << 20 }) {
+                assert_eq!(picture.rgb_hwc().len(), picture.width() * picture.height() * 3);
+            }
+        }
+    }
+}
+
+#[test]
 fn bytes_behind_the_picture_do_not_count() {
     for name in ["photo-420.jpg", "photo-progressive.jpg", "rgba.png"] {
         let content = std::fs::read(data("pillow").join(name)).unwrap();

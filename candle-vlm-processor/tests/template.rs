@@ -141,6 +141,8 @@ fn templates_are_found_where_checkpoints_keep_them() {
     write("additional_chat_templates/rag.jinja", "more");
     assert_eq!(text(None).unwrap(), "file");
     assert_eq!(text(Some("rag")).unwrap(), "more");
+    write("chat_template.json", r#"{"chat_template": "old"}"#);
+    assert_eq!(text(None).unwrap(), "old");
 }
 
 #[test]
