@@ -22,7 +22,7 @@ pub struct Picture {
 /// What a picture may at most be, so that a few kilobytes cannot ask for all memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PictureLimits {
-    /// Most pixels (width times height) of a picture; decoding takes up to 11 bytes for each.
+    /// Most pixels (width times height) of a picture; decoding takes up to 19 bytes for each.
     pub max_pixels: u64,
     /// Most bytes of an encoded picture.
     pub max_bytes: u64,
