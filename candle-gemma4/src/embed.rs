@@ -129,8 +129,10 @@ impl Embedding {
         match self.config.placeholder(token) {
             Some(Placeholder::Image) => Ok((token, Some(Kind::Image))),
             Some(Placeholder::Video) => unfilled("video"),
-            Some(Placeholder::Audio) if self.config.audio.is_none() => unfilled("audio"),
-            Some(Placeholder::Audio) => Ok((token, Some(Kind::Audio))),
+            Some(Placeholder::Audio) if self.config.audio.is_some() || self.config.frame_embedder.is_some() => {
+                Ok((token, Some(Kind::Audio)))
+            }
+            Some(Placeholder::Audio) => unfilled("audio"),
             None if (token as usize) < vocab_size => Ok((token, None)),
             None => Err(unknown),
         }
@@ -259,7 +261,7 @@ mod tests {
         for (dtype, factor) in [(DType::F32, 33.941123962402344), (DType::BF16, 34.0)] {
             let weights = Weights::random(&config, dtype, &Device::Cpu, 5)?;
             let embedding = Embedding::new(&config, &weights)?;
-            let found = embedding.forward(&Tensor::new(&[[300u32, 301]], &Device::Cpu)?, None)?;
+            let found = embedding.forward(&Tensor::new(&[[300u32, 301]], &Device::Cpu)?, &Media::default())?;
             let rows = embedding.table_vh.narrow(0, 300, 2)?.to_dtype(DType::F64)?;
             let expected = (rows * factor)?.to_dtype(dtype)?.to_dtype(DType::F64)?;
             let found = found.squeeze(0)?.to_dtype(DType::F64)?;
