@@ -124,7 +124,7 @@ fn other_format(bytes: &[u8]) -> Option<String> {
         [0x1f, 0x8b, ..] => "a gzip archive; unpack it",
         _ => return None,
     };
-    Some(format!("not UTF-8 from byte 1 of the line on: the file starts as {found}; save it as UTF-8"))
+    Some(format!("not UTF-8 at byte offset 0 of the line: the file starts as {found}; save it as UTF-8"))
 }
 
 /// A stream of samples: each one once per epoch.

@@ -23,7 +23,7 @@ impl Fields {
     /// Parses a line.
     pub(super) fn parse(line: &[u8]) -> Fault<Self> {
         let text = std::str::from_utf8(line).map_err(|e| {
-            format!("not UTF-8 from byte {} of the line on; save the file as UTF-8", e.valid_up_to() + 1)
+            format!("not UTF-8 at byte offset {} of the line; save the file as UTF-8", e.valid_up_to())
         })?;
         let unusable = |e: serde_json::Error| format!("not valid JSON: {e}");
         serde_json::from_str::<KeysOnce>(text).map_err(unusable)?;
