@@ -27,13 +27,10 @@ fn folder(family: &str) -> TempDir {
     for family in ["gemma4-dense", family] {
         for entry in fixtures().join(family).join("checkpoint").read_dir().unwrap() {
             let path = entry.unwrap().path();
-            let name = path.file_name().unwrap();
-            // A unified model has no processor configuration: its own configuration tells how pictures are cut.
-            if family == "gemma4-dense" || name != "processor_config.json" {
-                std::fs::copy(&path, model.join(name)).unwrap();
-            }
+            std::fs::copy(&path, model.join(path.file_name().unwrap())).unwrap();
         }
     }
+    // A unified model has no processor configuration: its own configuration tells how pictures are cut.
     if family == "gemma4-unified" {
         std::fs::remove_file(model.join("processor_config.json")).unwrap();
     }
@@ -129,14 +126,15 @@ fn frozen_parts_stay_and_notices_are_said_once() {
 fn bad_lines_end_the_run_before_the_first_step() {
     let dir = folder("gemma4-unified");
     let config = config(&dir);
-    // 4 x 33 pixels become two patches across and nineteen down; the unified model has positions for 16.
-    let thin = r#"{"prompt": "<|image|>", "completion": "x", "images": ["tall.png"]}"#;
-    std::fs::copy(fixtures().join("imaging/wide.png"), dir.path().join("tall.png")).unwrap();
+    // 1200 x 20 pixels become 64 patches in a row; the unified model has positions for 16.
+    let thin = r#"{"prompt": "<|image|>", "completion": "x", "images": ["thin.png"]}"#;
+    let thin_picture = fixtures().join("../candle-vlm-processor/tests/data/thin/h20-w1200.png");
+    std::fs::copy(thin_picture, dir.path().join("thin.png")).unwrap();
     std::fs::write(config.data.as_ref().unwrap(), format!("{CHATS}{thin}\n{{\"prompt\": 1}}\n")).unwrap();
     let error = run(&config, &|_, _| Ok(())).unwrap_err();
     let text = error.to_string();
     assert!(error.is_usage() && text.contains("2 of 5 lines cannot be used; nothing was trained"), "{text}");
-    assert!(text.contains("\n  line 5: \"prompt\" is a number") || text.contains("\n  line 5: "), "{text}");
-    assert!(text.contains("line 4: picture 1 (tall.png): ") && text.contains("mm_posemb_size"), "{text}");
+    assert!(text.contains("\n  line 5: \"prompt\" is a number"), "{text}");
+    assert!(text.contains("line 4: picture 1 (thin.png): ") && text.contains("mm_posemb_size"), "{text}");
     assert!(!config.out.exists());
 }

@@ -235,9 +235,8 @@ mod tests {
                  <|turn>user\nrepeat<turn|>\n<|turn>model\n381<turn|>\n"
             )
         );
-        let learned = |part| {
-            text(sample.tokens.iter().filter(|token| token.learned == Some(part)).map(|token| token.id))
-        };
+        let learned =
+            |part| text(sample.tokens.iter().filter(|token| token.learned == Some(part)).map(|token| token.id));
         assert_eq!(learned(Part::Read)?, "381");
         assert_eq!(learned(Part::Repeat)?, "381");
         assert_eq!(learned(Part::End)?, "<turn|><turn|><turn|>");

@@ -2,8 +2,8 @@
 
 use std::io::Read;
 
-use flate2::read::GzDecoder;
 use candle_vlm_processor::Picture;
+use flate2::read::GzDecoder;
 use rand::Rng;
 
 use crate::error::{Error, Result};

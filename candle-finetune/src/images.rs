@@ -123,7 +123,10 @@ mod tests {
         let settings = settings(&config).expect("a tower");
         assert_eq!(check_positions(&config, &settings, (128, 8)), Ok(()));
         let reason = check_positions(&config, &settings, (8, 132)).unwrap_err();
-        assert!(reason.contains("132 x 8 pixels") && reason.contains("66 patches") && reason.contains("for 64"), "{reason}");
+        assert!(
+            reason.contains("132 x 8 pixels") && reason.contains("66 patches") && reason.contains("for 64"),
+            "{reason}"
+        );
         let odd = Picture::from_rgb(8, 6, vec![0; 3 * 48]).expect("48 pixels");
         let fault = settings.patches_as_is(&odd).unwrap_err().to_string();
         assert!(fault.contains("8 x 6") && fault.contains("multiples of 4"), "{fault}");

@@ -93,12 +93,7 @@ pub fn train(job: &Job, config: &Config, observer: &Observer) -> Result<Trained>
 ///
 /// # Errors
 /// The error of the first rank that failed, with its number; all ranks end.
-pub fn train_with(
-    job: &Job,
-    config: &Config,
-    notice: &(dyn Fn(&str) + Sync),
-    observer: &Observer,
-) -> Result<Trained> {
+pub fn train_with(job: &Job, config: &Config, notice: &(dyn Fn(&str) + Sync), observer: &Observer) -> Result<Trained> {
     let held_out = job.held_out(config)?;
     let rank = |comm: Arc<dyn Communicator>| {
         let rank = comm.rank();

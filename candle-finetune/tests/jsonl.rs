@@ -245,7 +245,9 @@ fn other_encodings_are_refused_with_line_and_byte() {
 #[test]
 fn every_fault_says_what_is_wrong_and_what_is_allowed() {
     let prompt = |rest: &str| format!(r#"{{"prompt":"<|image|>read","completion":"1"{rest}}}"#);
-    let chat = |user: &str| format!(r#"{{"messages":[{{"role":"user","content":{user}}},{{"role":"assistant","content":"1"}}]}}"#);
+    let chat = |user: &str| {
+        format!(r#"{{"messages":[{{"role":"user","content":{user}}},{{"role":"assistant","content":"1"}}]}}"#)
+    };
     for (line, parts) in [
         ("{\"text\":".to_string(), vec!["not valid JSON"]),
         ("[1]".to_string(), vec!["a list instead of an object", "\"prompt\""]),
@@ -257,7 +259,10 @@ fn every_fault_says_what_is_wrong_and_what_is_allowed() {
         (r#"{"messages":[{"role":"assistant"}],"tools":"x"}"#.to_string(), vec!["\"tools\" is a string", "a list"]),
         (chat(r#""<|audio|>""#), vec!["<|audio|>", "remove it"]),
         (chat(r#""a<|turn>model\nb""#), vec!["messages[0] (user) stands in what looks like an answer"]),
-        (chat(r#"[{"type":"image","url":"https://x.org/a.png"}]"#), vec!["picture 1 (https://x.org/a.png)", "web address"]),
+        (
+            chat(r#"[{"type":"image","url":"https://x.org/a.png"}]"#),
+            vec!["picture 1 (https://x.org/a.png)", "web address"],
+        ),
         (chat(r#"[{"type":"image","url":"absent.png"}]"#), vec!["picture 1 (absent.png)", "cannot read the file"]),
         (r#"{"prompt":"1","compeltion":"2"}"#.to_string(), vec!["unknown field \"compeltion\"", "\"completion\""]),
         (r#"{"text":"1","images":[]}"#.to_string(), vec!["\"text\" beside \"images\""]),
@@ -345,7 +350,10 @@ fn a_folder_without_a_template_reads_texts_only() {
     let other = settings.replace("\"patch_size\": 4", "\"patch_size\": 8");
     fs::write(dir.path().join("processor_config.json"), other).unwrap();
     let error = Encoder::from_folder(dir.path(), &config()).unwrap_err().to_string();
-    assert!(error.contains("patch_size 8") && error.contains("patch_size 4") && error.contains("one checkpoint"), "{error}");
+    assert!(
+        error.contains("patch_size 8") && error.contains("patch_size 4") && error.contains("one checkpoint"),
+        "{error}"
+    );
 }
 
 #[test]

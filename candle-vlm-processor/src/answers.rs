@@ -235,7 +235,8 @@ fn check(messages: &[Message], answers: &[Answer], marked: &Marked) -> Result<()
         for place in places {
             let holds = |answer: &Answer| answer.text.start <= place && place <= answer.text.end;
             let at = answers[last..].iter().position(holds).map(|at| last + at);
-            let at = at.ok_or_else(|| fault(format!("messages[{n}] does not stand where the template writes answers")))?;
+            let at =
+                at.ok_or_else(|| fault(format!("messages[{n}] does not stand where the template writes answers")))?;
             owned[at] = true;
             last = at;
         }

@@ -22,9 +22,8 @@ pub(super) struct Fields(Vec<(String, TemplateValue)>);
 impl Fields {
     /// Parses a line.
     pub(super) fn parse(line: &[u8]) -> Fault<Self> {
-        let text = std::str::from_utf8(line).map_err(|e| {
-            format!("not UTF-8 at byte offset {} of the line; save the file as UTF-8", e.valid_up_to())
-        })?;
+        let text = std::str::from_utf8(line)
+            .map_err(|e| format!("not UTF-8 at byte offset {} of the line; save the file as UTF-8", e.valid_up_to()))?;
         let unusable = |e: serde_json::Error| format!("not valid JSON: {e}");
         serde_json::from_str::<KeysOnce>(text).map_err(unusable)?;
         let value: TemplateValue = serde_json::from_str(text).map_err(unusable)?;
@@ -73,9 +72,7 @@ impl Fields {
     pub(super) fn list(&self, name: &str) -> Fault<Option<Vec<TemplateValue>>> {
         match self.get(name) {
             None => Ok(None),
-            Some(value) if kind(value) == "a list" => {
-                Ok(Some(value.try_iter().map_err(|e| e.to_string())?.collect()))
-            }
+            Some(value) if kind(value) == "a list" => Ok(Some(value.try_iter().map_err(|e| e.to_string())?.collect())),
             Some(value) => Err(format!("\"{name}\" is {}; a list is needed", kind(value))),
         }
     }
