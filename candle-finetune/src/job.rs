@@ -21,7 +21,7 @@ const HELD_OUT_SEED: u64 = 0x0d19_1757;
 #[derive(Debug)]
 enum Data {
     Digits(Box<DigitTask>),
-    Lines(Lines),
+    Lines(Box<Lines>),
 }
 
 /// Model and data of a run; ranks share it.
@@ -46,7 +46,8 @@ impl Job {
         };
         let data = match (&config.model, &config.data) {
             (Some(folder), Some(path)) => {
-                Data::Lines(Lines::load(path, Encoder::from_folder(folder, &model)?, config.seq_len)?)
+                let encoder = Encoder::from_folder(folder, &model)?;
+                Data::Lines(Box::new(Lines::load(path, encoder, config.seq_len)?))
             }
             (Some(folder), None) => Data::digits(config, &model, &TextTokenizer::from_folder(folder)?)?,
             (None, _) => {

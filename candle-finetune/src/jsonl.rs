@@ -3,9 +3,11 @@
 mod fields;
 mod reader;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use candle_vlm_processor::ImagePatches;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
@@ -21,6 +23,9 @@ pub struct Lines {
     encoder: Encoder,
     path: PathBuf,
     samples: Vec<Line>,
+    /// Pictures that some rank still holds, by sample: ranks come to a sample at about the same time, and only the
+    /// first one cuts.
+    in_use: Mutex<BTreeMap<usize, Vec<Weak<ImagePatches>>>>,
 }
 
 /// A sample and its line, from 1.
@@ -61,7 +66,7 @@ impl Lines {
         }
         match samples.is_empty() {
             true => Err(Error::EmptyData { path: path.to_path_buf() }),
-            false => Ok(Self { encoder, path: path.to_path_buf(), samples }),
+            false => Ok(Self { encoder, path: path.to_path_buf(), samples, in_use: Mutex::default() }),
         }
     }
 
@@ -88,6 +93,19 @@ impl Lines {
         if encoded.pictures.is_empty() {
             return Ok(sample);
         }
+        // A rank that failed inside has changed nothing here.
+        let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
+        let held = in_use.get(&index).and_then(|pictures| pictures.iter().map(Weak::upgrade).collect());
+        sample.pictures = match held {
+            Some(pictures) => pictures,
+            None => self.cut(*number, encoded)?,
+        };
+        in_use.insert(index, sample.pictures.iter().map(Arc::downgrade).collect());
+        Ok(sample)
+    }
+
+    /// Reads and cuts the pictures of a sample.
+    fn cut(&self, number: usize, encoded: &Encoded) -> Result<Vec<Arc<ImagePatches>>> {
         let unusable = |reason| Error::Task { task: "pictures", reason };
         let folder = self.path.parent().unwrap_or(Path::new(""));
         let named = |cause| candle_vlm_processor::Error::Sample {
@@ -98,11 +116,10 @@ impl Lines {
         for (at, (patches, &soft_tokens)) in patches.iter().zip(&encoded.soft_tokens).enumerate() {
             if patches.soft_tokens != soft_tokens {
                 let name = encoded.pictures[at].name();
-                return Err(Error::PictureChanged { path: self.path.clone(), line: *number, name });
+                return Err(Error::PictureChanged { path: self.path.clone(), line: number, name });
             }
         }
-        sample.pictures = patches.into_iter().map(Arc::new).collect();
-        Ok(sample)
+        Ok(patches.into_iter().map(Arc::new).collect())
     }
 
     /// What reads the samples.

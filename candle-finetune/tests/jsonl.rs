@@ -328,6 +328,17 @@ fn a_picture_that_changes_after_the_check_is_told_with_its_line() {
 }
 
 #[test]
+fn ranks_that_hold_a_sample_share_its_pictures() {
+    let (_dir, lines) = load(r#"{"prompt":"<|image|>","completion":"1","images":["ok.png"]}"#);
+    let lines = lines.unwrap();
+    let first = lines.sample(0).unwrap();
+    assert!(std::sync::Arc::ptr_eq(&first.pictures[0], &lines.sample(0).unwrap().pictures[0]));
+    let kept = std::sync::Arc::downgrade(&first.pictures[0]);
+    drop(first);
+    assert!(kept.upgrade().is_none(), "no picture stays in memory");
+}
+
+#[test]
 fn a_folder_without_a_template_reads_texts_only() {
     let dir = tempfile::tempdir().unwrap();
     fs::copy(checkpoint().join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
