@@ -176,11 +176,16 @@ fn what_cannot_be_proved_is_refused() {
         (plain.to_owned(), ask("Hi", "Yes<|turn>assistant\n"), "an answer does not end with <turn|>"),
         (plain.to_owned(), ask("Hi\u{fde2}", "Yes"), "U+FDD2"),
         (with("{{ m.content | length }}"), ask("Hi", "Yes"), "does not write every message"),
-        (with("{{ m.content }}{{ m.content | length }}"), ask("Hi", "Yes"), "by what stands in them"),
+        (with("{{ m.content | length }}<turn|>{{ m.content }}"), ask("Hi", "Yes"), "by what stands in them"),
+        (with("{{ m.content }}{{ m.content | length }}"), ask("Hi", "Yes"), "no special token behind an answer"),
         (with("{{ m.content }}{{ m.content }}"), ask("Hi", "Yes"), "does not write every message"),
         (with("{{ 'short' if m.content == 'Yes' else m.content }}"), ask("Hi", "Yes"), "by what stands in them"),
         (plain.replace("<turn|>", ";"), ask("Hi", "Yes"), "no special token behind an answer"),
-        ("{% for m in messages %}{{ m.content }}<turn|>{% endfor %}".to_owned(), ask("Hi", "Yes"), "messages[0]"),
+        (
+            "{% for m in messages %}{{ m.content }}<turn|>{% endfor %}".to_owned(),
+            ask("Hi", "Yes"),
+            "an answer does not end with",
+        ),
     ] {
         let fault = texts(&encoder(&fixture(GEMMA), &template), &chat).unwrap_err();
         assert!(fault.contains(part), "{template}\ngave: {fault}\nwithout: {part}");
