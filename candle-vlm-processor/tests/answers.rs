@@ -204,3 +204,22 @@ fn templates_that_look_at_one_side_of_an_answer_are_still_read() {
         assert_eq!(found, [format!("!{answer}<turn|>")]);
     }
 }
+
+/// As some models have it: thoughts are stripped from answers, reasoning is written before the last one, and the prompt
+/// of an answer opens and closes an empty thought.
+const THOUGHTS_STRIPPED: &str = "{% macro strip(text) %}{% set ns = namespace(out='') %}{% for part in \
+    text.split('<channel|>') %}{% if '<|channel>' in part %}{% set ns.out = ns.out + part.split('<|channel>')[0] %}{% else %}\
+    {% set ns.out = ns.out + part %}{% endif %}{% endfor %}{{ ns.out | trim }}{% endmacro %}{{ bos_token }}{% for m in messages \
+    %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{% if m.role == 'assistant' %}{% if m.reasoning_content and \
+    loop.last %}<|channel>thought\n{{ m.reasoning_content }}<channel|>{% endif %}{{ strip(m.content) }}{% else %}\
+    {{ m.content | trim }}{% endif %}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n<|channel>thought\n\
+    <channel|>{% endif %}";
+
+#[test]
+fn stripped_thoughts_and_reasoning() {
+    let chat = encoder(&fixture(GEMMA), THOUGHTS_STRIPPED);
+    let json = r#"[{"role":"user","content":"1?"},{"role":"assistant","content":"<|channel>hm<channel|>One."},
+        {"role":"user","content":" 2? "},{"role":"assistant","content":"Two. <|channel>x<channel|>","reasoning":"Count."}]"#;
+    let expected = ["One.<turn|>", "<|channel>thought\nCount.<channel|>Two.<turn|>"];
+    assert_eq!(texts(&chat, &messages(json)).unwrap(), expected);
+}
