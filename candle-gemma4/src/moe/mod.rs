@@ -20,7 +20,7 @@ use candle_cp::CpContext;
 pub(crate) use self::block::MoeBlock;
 pub(crate) use self::dispatch::Dispatch;
 pub(crate) use self::experts::Experts;
-pub(crate) use self::router::{Router, Routing};
+pub(crate) use self::router::Router;
 
 /// Which rows hold tokens; the others are padding.
 #[derive(Debug, Clone)]

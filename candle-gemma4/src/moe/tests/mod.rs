@@ -9,7 +9,8 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_cp::{CpContext, SequenceLayout, Tokens};
 
 use self::reference::{Answer, NAMES, Problem};
-use super::{Dispatch, Experts, RealRows, Router, Routing};
+use super::router::Routing;
+use super::{Dispatch, Experts, RealRows, Router};
 use crate::fused::testing::random;
 
 impl Problem {
