@@ -452,9 +452,9 @@ fn gradients_decide_too() {
 fn a_setting_that_is_not_supported_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let config = std::fs::read_to_string(fixture("gemma4-dense/checkpoint/config.json")).unwrap();
-    let changed = config.replace("\"enable_moe_block\": false", "\"enable_moe_block\": true");
+    let changed = config.replace("\"attention_dropout\": 0.0", "\"attention_dropout\": 0.25");
     assert_ne!(changed, config);
     std::fs::write(folder.path().join("config.json"), changed).unwrap();
     let error = parity(&[folder.path(), &golden("case1_text")], &[]).0.unwrap_err();
-    assert!(error.contains("enable_moe_block") && error.contains("true"), "{error}");
+    assert!(error.contains("attention_dropout") && error.contains("0.25"), "{error}");
 }

@@ -129,8 +129,10 @@ impl Embedding {
         match self.config.placeholder(token) {
             Some(Placeholder::Image) => Ok((token, Some(Kind::Image))),
             Some(Placeholder::Video) => unfilled("video"),
-            Some(Placeholder::Audio) if self.config.audio.is_none() => unfilled("audio"),
-            Some(Placeholder::Audio) => Ok((token, Some(Kind::Audio))),
+            Some(Placeholder::Audio) if self.config.audio.is_some() || self.config.frame_embedder.is_some() => {
+                Ok((token, Some(Kind::Audio)))
+            }
+            Some(Placeholder::Audio) => unfilled("audio"),
             None if (token as usize) < vocab_size => Ok((token, None)),
             None => Err(unknown),
         }

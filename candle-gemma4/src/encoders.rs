@@ -15,13 +15,13 @@ use crate::weights::Weights;
 
 #[derive(Debug, Clone)]
 enum Vision {
-    Tower(VisionTower),
+    Tower(Box<VisionTower>),
     Patches(PatchEmbedder),
 }
 
 #[derive(Debug, Clone)]
 enum Audio {
-    Tower(AudioTower),
+    Tower(Box<AudioTower>),
     Frames(FrameEmbedder),
 }
 
@@ -35,12 +35,12 @@ pub(crate) struct Encoders {
 impl Encoders {
     pub(crate) fn new(config: &Config, weights: &Weights) -> Result<Self> {
         let vision = match (&config.vision, &config.patch_embedder) {
-            (Some(vision), _) => Some(Vision::Tower(VisionTower::new(config, vision, weights)?)),
+            (Some(vision), _) => Some(Vision::Tower(Box::new(VisionTower::new(config, vision, weights)?))),
             (_, Some(embedder)) => Some(Vision::Patches(PatchEmbedder::new(config, embedder, weights)?)),
             (None, None) => None,
         };
         let audio = match (&config.audio, &config.frame_embedder) {
-            (Some(audio), _) => Some(Audio::Tower(AudioTower::new(config, audio, weights)?)),
+            (Some(audio), _) => Some(Audio::Tower(Box::new(AudioTower::new(config, audio, weights)?))),
             (_, Some(embedder)) => Some(Audio::Frames(FrameEmbedder::new(config, embedder, weights)?)),
             (None, None) => None,
         };

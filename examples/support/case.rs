@@ -7,13 +7,15 @@ use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 
 /// Inputs that a run reads. Every other `input.*` tensor is either derived here and compared, or reported as unused.
-pub const GIVEN: [&str; 6] = [
+pub const GIVEN: [&str; 8] = [
     "input.input_ids",
     "input.labels",
     "input.attention_mask",
     "input.doc_ids",
     "input.pixel_values",
     "input.image_position_ids",
+    "input.input_features",
+    "input.input_features_mask",
 ];
 
 /// Named tensors in name order, as read from a file or computed.

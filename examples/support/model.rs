@@ -126,11 +126,12 @@ impl Batch {
     }
 }
 
-/// 0 = text, 1 = image, 2 = video.
+/// 0 = text, 1 = image, 2 = video, 3 = audio.
 fn token_type(id: u32, config: &Config) -> i64 {
     match id {
         _ if id == config.image_token_id => 1,
         _ if Some(id) == config.video_token_id => 2,
+        _ if Some(id) == config.audio_token_id => 3,
         _ => 0,
     }
 }
@@ -181,7 +182,10 @@ impl RankRun<'_> {
             }
         }
         for (name, x) in &local {
-            tensors.insert(name.clone(), context.gather(&x.detach(), 1)?);
+            let full = context.gather(&x.detach(), 1)?;
+            // Case files have the router's results as one list of tokens.
+            let full = if name.starts_with("router.") { full.flatten_to(1)? } else { full };
+            tensors.insert(name.clone(), full);
         }
         Ok(RankResult { computed: Computed { tensors, gradients }, reached })
     }

@@ -193,8 +193,7 @@ impl Weights {
             contents.insert(name.clone(), Content::Tensor { tensor, dtype: converted(tensor) });
         }
         if let Some(kept) = &self.kept {
-            contents
-                .extend(kept.tensors.iter().filter_map(|tensor| Some((tensor.name.clone(), kept.content(tensor)?))));
+            contents.extend(kept.tensors.iter().map(|tensor| (tensor.name.clone(), kept.content(tensor))));
         }
         contents
     }
@@ -244,15 +243,11 @@ impl Weights {
 }
 
 impl Kept {
-    fn content(&self, tensor: &KeptTensor) -> Option<Content<'_>> {
-        let pieces = tensor.pieces.iter().map(|piece| self.files.bytes(piece));
-        let pieces: Vec<_> = pieces.collect::<Option<_>>()?;
-        let dtype = pieces.first()?.0.dtype;
-        Some(Content::Bytes {
-            dtype,
-            shape: tensor.shape.clone(),
-            runs: pieces.iter().map(|(_, bytes)| *bytes).collect(),
-        })
+    fn content(&self, tensor: &KeptTensor) -> Content<'_> {
+        let piece = |name: &String| self.files.bytes(name).expect("kept tensors were found when the files were opened");
+        let pieces: Vec<_> = tensor.pieces.iter().map(piece).collect();
+        let runs = pieces.iter().map(|(_, bytes)| *bytes).collect();
+        Content::Bytes { dtype: pieces[0].0.dtype, shape: tensor.shape.clone(), runs }
     }
 }
 

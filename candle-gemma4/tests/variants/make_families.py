@@ -303,10 +303,12 @@ def run(net, inputs, count):
     given = {name: tensor for name, tensor in inputs.items() if name != "labels"}
     if "pixel_values" in given:
         given["pixel_values"] = given["pixel_values"].to(net.dtype)
-        features = net.model.get_image_features(
-            given["pixel_values"], given["image_position_ids"], return_dict=True
-        ).pooler_output
-        tap.seen["vision.features"] = torch.cat(list(features)).detach()
+        images = given["pixel_values"], given["image_position_ids"]
+        if net.config.model_type == "gemma4_unified":
+            features = net.model.embed_vision(*images, return_dict=True).pooler_output  # those of padding as well
+        else:
+            features = torch.cat(list(net.model.get_image_features(*images, return_dict=True).pooler_output))
+        tap.seen["vision.features"] = features.detach()
     logits = net(**given, use_cache=False).logits
     tap.close()
     targets = inputs["labels"][:, 1:].flatten()
@@ -364,14 +366,16 @@ def solve(net, config, seed):
 
 
 def rounding(net, config, seed, results, grads):
-    """How much logits and gradients (in units of their largest) change when the model computes in f64."""
+    """How much results and gradients (in units of their largest) change when the model computes in f64."""
     twin = copy.deepcopy(net).double()
     twin.set_attn_implementation("sdpa")  # the eager one forms its softmax in f32, where f64's masked scores overflow
     exact_results, exact_grads, _ = solve(twin, config, seed)
     worst = 0.0
     for (inputs, found, _), (_, exact, _) in zip(results, exact_results):
-        is_real = inputs.get("attention_mask", torch.ones_like(inputs["labels"]))[..., None]
-        worst = max(worst, ((found["out.logits"] - exact["out.logits"]).abs() * is_real).max().item())
+        is_real = inputs.get("attention_mask", torch.ones_like(inputs["labels"])).bool()
+        for name in found:
+            if name.startswith(("mid.", "out.logits")):
+                worst = max(worst, (found[name] - exact[name])[is_real].abs().max().item())
     change = max(((grads[n] - g).abs().max() / g.abs().max().clamp(min=1e-4)).item() for n, g in exact_grads.items())
     return worst, change
 

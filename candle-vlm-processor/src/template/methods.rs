@@ -1,0 +1,41 @@
+//! Methods of Python's texts that the engine's own collection lacks.
+
+use minijinja::value::{Tuple, from_args};
+use minijinja::{Error, ErrorKind, State, Value};
+use minijinja_contrib::pycompat::unknown_method_callback;
+
+/// Calls a method of a text, list or dictionary as Python would.
+pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
+    let Some(text) = value.as_str() else { return unknown_method_callback(state, value, method, args) };
+    match method {
+        "removeprefix" | "removesuffix" => {
+            let (part,): (&str,) = from_args(args)?;
+            let rest = if method == "removeprefix" { text.strip_prefix(part) } else { text.strip_suffix(part) };
+            Ok(Value::from(rest.unwrap_or(text)))
+        }
+        "partition" => {
+            let (separator,): (&str,) = from_args(args)?;
+            Ok(three(text.split_once(separator).map_or([text, "", ""], |(head, tail)| [head, separator, tail])))
+        }
+        "rpartition" => {
+            let (separator,): (&str,) = from_args(args)?;
+            Ok(three(text.rsplit_once(separator).map_or(["", "", text], |(head, tail)| [head, separator, tail])))
+        }
+        "rsplit" => {
+            let (separator, most): (&str, Option<usize>) = from_args(args)?;
+            let mut parts: Vec<_> = text.rsplitn(most.map_or(usize::MAX, |n| n + 1), separator).collect();
+            parts.reverse();
+            Ok(parts.into_iter().map(Value::from).collect())
+        }
+        "index" => {
+            let (part,): (&str,) = from_args(args)?;
+            let missing = || Error::new(ErrorKind::InvalidOperation, format!("{part:?} is not in the text"));
+            text.find(part).map(|at| Value::from(text[..at].chars().count())).ok_or_else(missing)
+        }
+        _ => unknown_method_callback(state, value, method, args),
+    }
+}
+
+fn three(parts: [&str; 3]) -> Value {
+    Value::from(Tuple::from(parts.map(Value::from)))
+}
