@@ -160,14 +160,12 @@ fn assert_same_training(family: Family, dtype: DType, tolerance: f64, splits: &[
 #[test]
 fn dense() {
     let family = Family { name: "gemma4-dense", cases: &["case2_images", "case4_packed"], rate: 2e-4, eps: None };
-    assert_same_training(family, DType::F64, 1e-9, &SPLITS[2..3]);
     assert_same_training(family, DType::F32, 1e-5, &SPLITS);
 }
 
 #[test]
 fn experts() {
     let family = Family { name: "gemma4-moe", cases: &["case2_images", "case4_packed"], rate: 1e-4, eps: None };
-    assert_same_training(family, DType::F64, 1e-9, &SPLITS[2..3]);
     assert_same_training(family, DType::F32, 1e-5, &SPLITS);
     let choices = curve(family, DType::F32, 1, LayoutKind::Contiguous).pop().unwrap().choices;
     assert_eq!(choices.len(), 5 * 96, "every layer's router is recorded for every token");
@@ -182,14 +180,13 @@ fn effective() {
         eps: None,
     };
     assert_same_training(family, DType::F64, 1e-9, &SPLITS[2..3]);
-    // In f32 the tiny checkpoint shows its rounding: vectors of width 8 that nearly vanish before the norm of the
-    // per-layer block amplify it to 1e-3 and more. With a larger constant in the norms they do not.
+    // In f32 the norms of this tiny checkpoint amplify rounding to 1e-3 and more within 20 steps: some of the vectors of
+    // width 8 in per-layer blocks nearly vanish before their norm. With a larger constant in the norms they do not.
     assert_same_training(Family { eps: Some(0.3), ..family }, DType::F32, 1e-5, &SPLITS);
 }
 
 #[test]
 fn unified() {
     let family = Family { name: "gemma4-unified", cases: &["case2_images", "case4_packed"], rate: 2e-4, eps: None };
-    assert_same_training(family, DType::F64, 1e-9, &SPLITS[2..3]);
     assert_same_training(family, DType::F32, 1e-5, &SPLITS);
 }
