@@ -211,6 +211,22 @@ fn what_cannot_run_is_refused_with_field_and_value() {
     }
 }
 
+/// What would only fail at the first placeholder, on the ranks that hold one.
+#[test]
+fn per_layer_embeddings_need_a_row_for_padding() {
+    let on = ("text_config.hidden_size_per_layer_input", "8");
+    let small = [on, ("text_config.vocab_size_per_layer_input", "5"), ("text_config.pad_token_id", "5")];
+    let message = refusal(&small);
+    assert!(message.contains("pad_token_id is 5: must be below vocab_size_per_layer_input 5"), "{message}");
+    let message = refusal(&[on, ("text_config.pad_token_id", "null")]);
+    assert!(message.contains("text_config.pad_token_id is null: a token id is needed"), "{message}");
+    let text = text_only(|json| {
+        json["hidden_size_per_layer_input"] = 8.into();
+        json["pad_token_id"] = serde_json::Value::Null;
+    });
+    assert!(text.unwrap().text.per_layer.is_some(), "a text has no placeholders");
+}
+
 #[test]
 fn features_of_other_checkpoints_are_refused() {
     let types = "[\"full_attention\", \"linear_attention\"]";
