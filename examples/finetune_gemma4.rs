@@ -26,10 +26,10 @@ struct Flags {
     /// Seed of fresh weights and of the order of the data [default: 0]
     #[arg(long, value_name = "N", allow_hyphen_values = true)]
     seed: Option<String>,
-    /// Checkpoint folder of a dense Gemma 4 (config.json, tokenizer.json, model.safetensors or its index)
+    /// Checkpoint folder of any Gemma 4 in Hugging Face layout (config.json, tokenizer.json, chat template, weights)
     #[arg(long, value_name = "DIR")]
     model: Option<String>,
-    /// Lines {"prompt", "completion", "images"} or {"text"}; needs --model
+    /// Lines {"messages"}, {"prompt", "completion", "images"} or {"text"}; needs --model
     #[arg(long, value_name = "FILE.jsonl")]
     data: Option<String>,
     /// Folder for metrics.jsonl, loss.svg and the trained checkpoint [default: runs/finetune_gemma4]
@@ -47,6 +47,9 @@ struct Flags {
     /// Run decoder layers again in backward instead of keeping what happened inside: less memory, more time
     #[arg(long)]
     recompute: bool,
+    /// Parts of the checkpoint to leave as they are: text, vision, audio
+    #[arg(long, value_name = "PART,PART")]
+    freeze: Option<String>,
 }
 
 fn main() -> ExitCode {
@@ -80,6 +83,7 @@ fn finetune(flags: Flags) -> Result<Summary, Error> {
         ("--batch-rows", flags.batch_rows),
         ("--seq-len", flags.seq_len),
         ("--recompute", flags.recompute.then(|| "true".to_string())),
+        ("--freeze", flags.freeze),
     ] {
         if let Some(value) = value {
             config.set(flag, &value)?;

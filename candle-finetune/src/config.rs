@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use candle_cp::LayoutKind;
+use candle_gemma4::Part;
 
 use crate::error::{Error, Result};
 use crate::optimizer::AdamWConfig;
@@ -40,6 +41,8 @@ pub struct Config {
     /// `--recompute`: decoder layers run again in backward instead of keeping what happened inside of them. The same
     /// gradients in less memory, for the time of one more forward pass.
     pub recompute: bool,
+    /// `--freeze`: parts of a checkpoint that are left as they are; their gradients are never computed.
+    pub freeze: Vec<Part>,
     /// Betas, eps and weight decay.
     pub optimizer: AdamWConfig,
     /// Largest norm of the gradients; longer ones are scaled down.
@@ -64,6 +67,7 @@ impl Default for Config {
             batch_rows: 2,
             seq_len: 256,
             recompute: false,
+            freeze: Vec::new(),
             optimizer: AdamWConfig::default(),
             max_grad_norm: 1.0,
             rate_floor: 0.05,
@@ -74,7 +78,7 @@ impl Default for Config {
 
 impl Config {
     /// The flags that [`Config::set`] knows.
-    pub const FLAGS: [&str; 11] = [
+    pub const FLAGS: [&str; 12] = [
         "--cp",
         "--layout",
         "--steps",
@@ -86,6 +90,7 @@ impl Config {
         "--batch-rows",
         "--seq-len",
         "--recompute",
+        "--freeze",
     ];
     /// Learning rate of fresh weights, unless `--lr` is given.
     pub const DEFAULT_RATE_FRESH: f64 = 2e-3;
@@ -109,6 +114,7 @@ impl Config {
             "--batch-rows" => self.batch_rows = parse("--batch-rows", value, "a whole number of at least 1")?,
             "--seq-len" => self.seq_len = parse("--seq-len", value, &count(MAX_SEQ_LEN))?,
             "--recompute" => self.recompute = parse("--recompute", value, "true or false")?,
+            "--freeze" => self.freeze = freeze(value)?,
             other => {
                 return Err(Error::UnknownFlag { flag: other.to_string(), known: Self::FLAGS.join(", ") });
             }
@@ -120,6 +126,11 @@ impl Config {
     pub fn rate(&self) -> f64 {
         let default = if self.model.is_some() { Self::DEFAULT_RATE_CHECKPOINT } else { Self::DEFAULT_RATE_FRESH };
         self.lr.unwrap_or(default)
+    }
+
+    /// The frozen parts, as `--freeze` takes them.
+    pub(crate) fn frozen_names(&self) -> String {
+        self.freeze.iter().map(Part::to_string).collect::<Vec<_>>().join(",")
     }
 
     /// Checks values and their combination; nothing is read or written yet but the paths are looked at.
@@ -139,6 +150,11 @@ impl Config {
         if let Some(rate) = self.lr.filter(|rate| !(*rate > 0.0 && *rate < 1.0)) {
             let fix = format!("try {:e}", Self { lr: None, ..self.clone() }.rate());
             return Err(Error::flag("--lr", rate, RATES, fix));
+        }
+        if !self.freeze.is_empty() && self.model.is_none() {
+            let fix = "give the checkpoint folder with --model, or leave --freeze out";
+            let allowed = "parts of a checkpoint, beside --model DIR: fresh weights have to be trained";
+            return Err(Error::flag("--freeze", self.frozen_names(), allowed, fix));
         }
         if let Some(data) = &self.data {
             if self.model.is_none() {
@@ -170,6 +186,18 @@ impl Config {
 
 /// Learning rates, for messages.
 const RATES: &str = "a number above 0 and below 1, such as 1e-3";
+
+/// Parts separated by commas, each once.
+fn freeze(value: &str) -> Result<Vec<Part>> {
+    let part = |name: &str| Part::ALL.into_iter().find(|part| part.to_string() == name.trim());
+    let parts: Option<std::collections::BTreeSet<Part>> = value.split(',').map(part).collect();
+    let names = Part::ALL.map(|part| part.to_string()).join(", ");
+    let wrong = || {
+        let allowed = format!("one or more of {names}, separated by commas");
+        Error::flag("--freeze", value, allowed, "write for example --freeze vision,audio")
+    };
+    Ok(parts.ok_or_else(wrong)?.into_iter().collect())
+}
 
 fn count(most: usize) -> String {
     format!("a whole number from 1 to {most}")
@@ -207,7 +235,7 @@ mod tests {
     #[test]
     fn every_flag_is_set() -> Result<()> {
         let mut config = Config::default();
-        let values = ["3", "contiguous", "7", "9", "m", "d.jsonl", "o", "2e-4", "5", "96", "true"];
+        let values = ["3", "contiguous", "7", "9", "m", "d.jsonl", "o", "2e-4", "5", "96", "true", "audio,vision"];
         for (flag, value) in Config::FLAGS.iter().zip(values) {
             config.set(flag, value)?;
         }
@@ -223,6 +251,7 @@ mod tests {
             batch_rows: 5,
             seq_len: 96,
             recompute: true,
+            freeze: vec![Part::Vision, Part::Audio],
             ..Config::default()
         };
         assert_eq!(config, expected);
@@ -246,6 +275,9 @@ mod tests {
             ("--batch-rows", "0", ["\"0\"", "at least 1", "2 rows"]),
             ("--seq-len", "0", ["\"0\"", "from 1 to 16777216", "longest document"]),
             ("--recompute", "maybe", ["\"maybe\"", "true or false", "--recompute true"]),
+            ("--freeze", "visoin", ["\"visoin\"", "one or more of text, vision, audio", "--freeze vision,audio"]),
+            ("--freeze", "", ["\"\"", "one or more of text, vision, audio", "--freeze vision,audio"]),
+            ("--freeze", "audio", ["\"audio\"", "beside --model DIR", "leave --freeze out"]),
             ("--data", "x.jsonl", ["\"x.jsonl\"", "beside --model DIR", "leave --data out"]),
             ("--model", "no-such-folder", ["\"no-such-folder\"", "config.json", "download the checkpoint"]),
             ("--out", "Cargo.toml", ["\"Cargo.toml\"", "a folder", "another name"]),

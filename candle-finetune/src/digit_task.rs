@@ -3,17 +3,20 @@
 //! Each turn of the user but the last shows one to three pictures and asks to read them; the last one asks to repeat
 //! all digits so far, which only layers that look past the window can know.
 
+use std::sync::Arc;
+
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 
-use candle_gemma4::{Config, VisionConfig};
+use candle_gemma4::Config;
+use candle_vlm_processor::{Gemma4ImageSettings, Picture, TextTokenizer};
 
+use crate::digit_words::DigitWords;
 use crate::digits::{Digit, Digits, SIDE};
 use crate::error::{Error, Result};
-use crate::picture::Picture;
+use crate::images;
 use crate::sample::{Part, Sample, Source};
-use crate::vocabulary::Vocabulary;
 
 /// Most turns with pictures in a conversation; there is at least one.
 const MAX_READ_TURNS: usize = 3;
@@ -30,13 +33,6 @@ enum Question {
 }
 
 impl Question {
-    fn text(self) -> &'static str {
-        match self {
-            Self::Read => "read",
-            Self::Repeat => "repeat",
-        }
-    }
-
     fn part(self) -> Part {
         match self {
             Self::Read => Part::Read,
@@ -49,8 +45,8 @@ impl Question {
 #[derive(Debug, Clone)]
 pub struct DigitTask {
     digits: Digits,
-    vocabulary: Vocabulary,
-    digit_ids: Vec<u32>,
+    words: DigitWords,
+    settings: Gemma4ImageSettings,
     side: usize,
     soft_tokens: usize,
 }
@@ -59,25 +55,19 @@ impl DigitTask {
     /// Prepares the task for a model: pictures are drawn at a size that it takes.
     ///
     /// # Errors
-    /// The model has no vision tower, or the tokenizer has no token for a digit.
-    pub fn new(config: &Config, vocabulary: Vocabulary) -> Result<Self> {
-        let vision = config.vision.as_ref().ok_or_else(|| Error::Task {
+    /// The model takes no pictures, or the tokenizer lacks a token that the conversations need.
+    pub fn new(config: &Config, tokenizer: &TextTokenizer) -> Result<Self> {
+        let settings = images::settings(config).ok_or_else(|| Error::Task {
             task: "digits",
             reason: "config.json has no vision_config; use a vision-language checkpoint, or give --data".to_string(),
         })?;
-        let side = picture_side(vision);
-        let blank = Picture { width: side, height: side, rgb: vec![0; 3 * side * side] };
-        let soft_tokens = blank.soft_tokens(vision);
-        let soft_tokens = soft_tokens
-            .map_err(|reason| Error::Task { task: "digits", reason: format!("a digit's picture {reason}") })?;
-        let digit_ids = (0..10).map(|digit: u8| vocabulary.single(&digit.to_string(), "answers consist of digits"));
-        Ok(Self {
-            digits: Digits::load()?,
-            digit_ids: digit_ids.collect::<Result<_>>()?,
-            vocabulary,
-            side,
-            soft_tokens,
-        })
+        let side = picture_side(&settings);
+        let unusable = |reason: String| Error::Task { task: "digits", reason: format!("a digit's picture {reason}") };
+        let blank = Picture::from_rgb(side, side, vec![0; 3 * side * side]).map_err(|e| unusable(e.to_string()))?;
+        let patches = settings.patches_as_is(&blank).map_err(|e| unusable(e.to_string()))?;
+        images::check_positions(config, &settings, patches.resized).map_err(unusable)?;
+        let words = DigitWords::new(config, tokenizer)?;
+        Ok(Self { digits: Digits::load()?, words, settings, side, soft_tokens: patches.soft_tokens })
     }
 
     /// Digits to train on and held out.
@@ -97,50 +87,50 @@ impl DigitTask {
     }
 
     /// Tokens of the longest conversation; rows must not be shorter.
-    ///
-    /// # Errors
-    /// The tokenizer failed.
-    pub fn longest(&self) -> Result<usize> {
+    pub fn longest(&self) -> usize {
         let digit = self.digits.train[0];
         let turns = vec![vec![digit; PICTURES_OUT_OF_TEN.len()]; MAX_READ_TURNS];
-        Ok(self.conversation(&turns)?.len())
+        self.conversation(&turns).len()
     }
 
-    fn conversation(&self, turns: &[Vec<Digit>]) -> Result<Sample> {
+    fn conversation(&self, turns: &[Vec<Digit>]) -> Sample {
         let mut sample = Sample::default();
-        sample.push(&[self.vocabulary.bos]);
+        sample.push(&[self.words.bos]);
         for digits in turns {
-            self.push_turns(&mut sample, Question::Read, digits)?;
+            self.push_turns(&mut sample, Question::Read, digits);
         }
-        self.push_turns(&mut sample, Question::Repeat, &turns.concat())?;
-        Ok(sample)
+        self.push_turns(&mut sample, Question::Repeat, &turns.concat());
+        sample
     }
 
     /// A turn of the user and the model's answer.
-    fn push_turns(&self, sample: &mut Sample, question: Question, digits: &[Digit]) -> Result<()> {
-        sample.push(&self.vocabulary.open_turn("user")?);
+    fn push_turns(&self, sample: &mut Sample, question: Question, digits: &[Digit]) {
+        sample.push(&self.words.user);
         if question == Question::Read {
             for digit in digits {
-                sample.push(&self.vocabulary.image(self.soft_tokens));
-                sample.pictures.push(digit.picture(self.side));
+                sample.push(&self.words.image(self.soft_tokens));
+                let patches = self.settings.patches_as_is(&digit.picture(self.side));
+                sample.pictures.push(Arc::new(patches.expect("all digits have the size that was checked")));
             }
         }
-        sample.push(&self.vocabulary.encode(question.text())?);
-        sample.push(&[self.vocabulary.turn_close()]);
-        sample.push(self.vocabulary.newline());
-        sample.push(&self.vocabulary.open_turn("model")?);
+        sample.push(match question {
+            Question::Read => &self.words.read,
+            Question::Repeat => &self.words.repeat,
+        });
+        sample.push(&[self.words.turn_close]);
+        sample.push(&self.words.newline);
+        sample.push(&self.words.model);
         for digit in digits {
-            sample.push_learned(&[self.digit_ids[usize::from(digit.value)]], question.part());
+            sample.push_learned(&[self.words.digits[usize::from(digit.value)]], question.part());
         }
-        sample.push_learned(&[self.vocabulary.turn_close()], Part::End);
-        sample.push(self.vocabulary.newline());
-        Ok(())
+        sample.push_learned(&[self.words.turn_close], Part::End);
+        sample.push(&self.words.newline);
     }
 }
 
 /// The smallest side that is not below that of the table's images and gives two soft tokens.
-fn picture_side(vision: &VisionConfig) -> usize {
-    let unit = Picture::unit(vision);
+fn picture_side(settings: &Gemma4ImageSettings) -> usize {
+    let unit = settings.patch_size * settings.pooling_kernel_size;
     unit * SIDE.div_ceil(unit).max(SOFT_TOKENS_PER_SIDE)
 }
 
@@ -202,33 +192,43 @@ impl Source for Conversations<'_> {
             self.shuffle();
             return Ok(None);
         }
-        self.task.conversation(&turns).map(Some)
+        Ok(Some(self.task.conversation(&turns)))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use candle_vlm_processor::ImagePatches;
+
     use super::*;
     use crate::small_model;
 
     fn task() -> Result<DigitTask> {
         let config = small_model::config()?;
-        let vocabulary = Vocabulary::from_json("built in", small_model::tokenizer_json().as_bytes(), &config)?;
-        DigitTask::new(&config, vocabulary)
+        DigitTask::new(&config, &tokenizer()?)
     }
 
-    fn text(task: &DigitTask, sample: &Sample) -> String {
-        sample.tokens.iter().map(|token| task.vocabulary.token(token.id)).collect()
+    fn tokenizer() -> Result<TextTokenizer> {
+        Ok(TextTokenizer::from_json("built in", &small_model::tokenizer_json())?)
+    }
+
+    fn text(ids: impl Iterator<Item = u32>) -> Result<String> {
+        let tokenizer = tokenizer()?;
+        Ok(ids.map(|id| tokenizer.token(id).expect("an id of the vocabulary")).collect())
+    }
+
+    fn patches(task: &DigitTask, digit: &Digit) -> Arc<ImagePatches> {
+        Arc::new(task.settings.patches_as_is(&digit.picture(8)).expect("8 x 8 fits"))
     }
 
     #[test]
     fn a_conversation_reads_turn_by_turn_and_repeats_at_the_end() -> Result<()> {
         let task = task()?;
         let digit = |value| *task.digits.train.iter().find(|digit| digit.value == value).expect("all digits are there");
-        let sample = task.conversation(&[vec![digit(3), digit(8)], vec![digit(1)]])?;
+        let sample = task.conversation(&[vec![digit(3), digit(8)], vec![digit(1)]]);
         let image = "<|image><|image|><|image|><|image|><|image|><image|>";
         assert_eq!(
-            text(&task, &sample),
+            text(sample.tokens.iter().map(|token| token.id))?,
             format!(
                 "<bos><|turn>user\n{image}{image}read<turn|>\n<|turn>model\n38<turn|>\n\
                  <|turn>user\n{image}read<turn|>\n<|turn>model\n1<turn|>\n\
@@ -236,21 +236,20 @@ mod tests {
             )
         );
         let learned = |part| {
-            let tokens = sample.tokens.iter().filter(|token| token.learned == Some(part));
-            tokens.map(|token| task.vocabulary.token(token.id)).collect::<String>()
+            text(sample.tokens.iter().filter(|token| token.learned == Some(part)).map(|token| token.id))
         };
-        assert_eq!(learned(Part::Read), "381");
-        assert_eq!(learned(Part::Repeat), "381");
-        assert_eq!(learned(Part::End), "<turn|><turn|><turn|>");
-        assert_eq!(learned(Part::Text), "");
-        assert_eq!(sample.pictures, [digit(3), digit(8), digit(1)].map(|digit| digit.picture(8)));
+        assert_eq!(learned(Part::Read)?, "381");
+        assert_eq!(learned(Part::Repeat)?, "381");
+        assert_eq!(learned(Part::End)?, "<turn|><turn|><turn|>");
+        assert_eq!(learned(Part::Text)?, "");
+        assert_eq!(sample.pictures, [digit(3), digit(8), digit(1)].map(|digit| patches(&task, &digit)));
         Ok(())
     }
 
     #[test]
     fn equal_seeds_give_equal_streams_and_no_sample_is_too_long() -> Result<()> {
         let task = task()?;
-        let longest = task.longest()?;
+        let longest = task.longest();
         let take = |mut stream: Conversations<'_>| {
             (0..200).map(|_| Ok(stream.next_sample()?.expect("endless"))).collect::<Result<Vec<_>>>()
         };
@@ -264,11 +263,11 @@ mod tests {
     #[test]
     fn every_digit_is_shown_once_per_round() -> Result<()> {
         let task = task()?;
-        let sorted = |mut pictures: Vec<Picture>| {
-            pictures.sort_by(|a, b| a.rgb.cmp(&b.rgb));
+        let sorted = |mut pictures: Vec<Arc<ImagePatches>>| {
+            pictures.sort_by(|a, b| a.pixels.partial_cmp(&b.pixels).expect("no pixel is NaN"));
             pictures
         };
-        let expected = sorted(task.digits.held_out.iter().map(|digit| digit.picture(8)).collect());
+        let expected = sorted(task.digits.held_out.iter().map(|digit| patches(&task, digit)).collect());
         let mut held_out = task.held_out(1);
         for _ in 0..2 {
             let mut pictures = Vec::new();
@@ -282,10 +281,10 @@ mod tests {
 
     #[test]
     fn pictures_have_a_size_that_the_model_takes() -> Result<()> {
-        let mut vision = small_model::config()?.vision.expect("a vision tower");
+        let mut settings = images::settings(&small_model::config()?).expect("a vision tower");
         for (patch, pool, side) in [(2, 2, 8), (4, 3, 24), (16, 3, 96), (1, 1, 8), (3, 1, 9)] {
-            (vision.patch_size, vision.pooling_kernel_size) = (patch, pool);
-            assert_eq!(picture_side(&vision), side);
+            (settings.patch_size, settings.pooling_kernel_size) = (patch, pool);
+            assert_eq!(picture_side(&settings), side);
         }
         Ok(())
     }

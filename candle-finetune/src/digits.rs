@@ -3,10 +3,10 @@
 use std::io::Read;
 
 use flate2::read::GzDecoder;
+use candle_vlm_processor::Picture;
 use rand::Rng;
 
 use crate::error::{Error, Result};
-use crate::picture::Picture;
 
 /// Side of an image, in pixels.
 pub const SIDE: usize = 8;
@@ -35,6 +35,9 @@ pub struct Digit {
 
 impl Digit {
     /// The image in grey tones, enlarged to `side` x `side` pixels with linear interpolation.
+    ///
+    /// # Panics
+    /// `side` is 0.
     pub fn picture(&self, side: usize) -> Picture {
         let at = |x: usize, y: usize| f32::from(self.levels[y * SIDE + x]);
         // Where the middle of a pixel lies in the small image: the two pixels around it and the share of the second.
@@ -54,7 +57,7 @@ impl Digit {
                 rgb.extend([(level * 255.0 / f32::from(MAX_LEVEL)).round() as u8; 3]);
             }
         }
-        Picture { width: side, height: side, rgb }
+        Picture::from_rgb(side, side, rgb).expect("three samples per pixel")
     }
 
     /// The same digit as it might have been written another time: moved, stretched and slanted by less than a pixel,
@@ -205,10 +208,10 @@ mod tests {
         let mut digit = Digit { levels: [0; 64], value: 0 };
         digit.levels[..8].copy_from_slice(&[0, 16, 0, 16, 8, 8, 8, 8]);
         let small = digit.picture(8);
-        assert_eq!(small.rgb[..15], [0, 0, 0, 255, 255, 255, 0, 0, 0, 255, 255, 255, 128, 128, 128]);
+        assert_eq!(small.rgb_hwc()[..15], [0, 0, 0, 255, 255, 255, 0, 0, 0, 255, 255, 255, 128, 128, 128]);
         let large = digit.picture(16);
-        assert_eq!((large.width, large.height, large.rgb.len()), (16, 16, 3 * 256));
-        let first_row: Vec<u8> = large.rgb[..3 * 16].iter().step_by(3).copied().collect();
+        assert_eq!((large.width(), large.height(), large.rgb_hwc().len()), (16, 16, 3 * 256));
+        let first_row: Vec<u8> = large.rgb_hwc()[..3 * 16].iter().step_by(3).copied().collect();
         assert_eq!(first_row[..4], [0, 64, 191, 191]);
         assert_eq!(first_row[12..], [128; 4]);
     }

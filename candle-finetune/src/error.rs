@@ -55,20 +55,24 @@ pub enum Error {
         cause: std::io::Error,
     },
 
-    /// The tokenizer could not be loaded, or failed on a text.
-    #[error("tokenizer {what}: {reason}")]
-    Tokenizer {
-        /// The file, or what it stands for.
-        what: String,
-        /// The reason it gave.
-        reason: String,
+    /// Chat template, tokenizer, image settings, or a picture that could be read before.
+    #[error(transparent)]
+    Processor(#[from] candle_vlm_processor::Error),
+
+    /// A picture is not the one that was checked before training.
+    #[error("{} line {line}: {name} has changed since training began; leave the files alone until it ends", path.display())]
+    PictureChanged {
+        /// The data file.
+        path: PathBuf,
+        /// Line in it, from 1.
+        line: usize,
+        /// The picture.
+        name: String,
     },
 
     /// The tokenizer and the model do not have a token that the recipe needs.
-    #[error("tokenizer {what}: {token} is not one token; {reason}")]
+    #[error("the tokenizer has no token {token}; {reason}")]
     MissingToken {
-        /// The file, or what it stands for.
-        what: String,
         /// The token's text or field.
         token: String,
         /// What it is needed for.
@@ -161,7 +165,8 @@ impl Error {
         match self {
             Self::Flag { .. }
             | Self::UnknownFlag { .. }
-            | Self::Tokenizer { .. }
+            | Self::Processor(_)
+            | Self::PictureChanged { .. }
             | Self::MissingToken { .. }
             | Self::Task { .. }
             | Self::Data { .. }

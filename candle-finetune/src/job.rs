@@ -1,18 +1,19 @@
-//! What a run works on: model, vocabulary and data, checked and loaded before any rank starts.
+//! What a run works on: model and data, checked and loaded before any rank starts.
 
 use std::path::PathBuf;
 
 use candle_core::{DType, Device};
-use candle_gemma4::Weights;
+use candle_gemma4::{LoadOptions, Weights};
+use candle_vlm_processor::TextTokenizer;
 
 use crate::config::Config;
 use crate::digit_task::DigitTask;
+use crate::encoder::Encoder;
 use crate::error::{Error, Result};
 use crate::jsonl::Lines;
 use crate::packing::{Batch, Packer};
 use crate::sample::Source;
 use crate::small_model;
-use crate::vocabulary::Vocabulary;
 
 /// Seed of the held-out conversations: the same in every run, so that accuracies compare.
 const HELD_OUT_SEED: u64 = 0x0d19_1757;
@@ -23,13 +24,11 @@ enum Data {
     Lines(Lines),
 }
 
-/// Model, vocabulary and data of a run; ranks share it.
+/// Model and data of a run; ranks share it.
 #[derive(Debug)]
 pub struct Job {
     /// Configuration of the model.
     pub model: candle_gemma4::Config,
-    /// Tokenizer and special tokens.
-    pub vocabulary: Vocabulary,
     folder: Option<PathBuf>,
     data: Data,
 }
@@ -41,35 +40,42 @@ impl Job {
     /// A setting, the checkpoint folder or the data cannot be used.
     pub fn prepare(config: &Config) -> Result<Self> {
         config.validate()?;
-        let (model, vocabulary) = match &config.model {
-            Some(folder) => {
-                let model = candle_gemma4::Config::from_folder(folder)?;
-                let vocabulary = Vocabulary::from_folder(folder, &model)?;
-                (model, vocabulary)
+        let model = match &config.model {
+            Some(folder) => candle_gemma4::Config::from_folder(folder)?,
+            None => small_model::config()?,
+        };
+        let data = match (&config.model, &config.data) {
+            (Some(folder), Some(path)) => {
+                Data::Lines(Lines::load(path, Encoder::from_folder(folder, &model)?, config.seq_len)?)
             }
-            None => {
-                let model = small_model::config()?;
-                let json = small_model::tokenizer_json();
-                let vocabulary = Vocabulary::from_json("of the built-in model", json.as_bytes(), &model)?;
-                (model, vocabulary)
+            (Some(folder), None) => Data::digits(config, &model, &TextTokenizer::from_folder(folder)?)?,
+            (None, _) => {
+                let tokenizer = TextTokenizer::from_json("built-in tokenizer", &small_model::tokenizer_json())?;
+                Data::digits(config, &model, &tokenizer)?
             }
         };
-        let data = match &config.data {
-            Some(path) => Data::Lines(Lines::load(path, &vocabulary, &model, config.seq_len)?),
-            None => Data::Digits(Box::new(digit_task(config, &model, &vocabulary)?)),
-        };
-        Ok(Self { model, vocabulary, folder: config.model.clone(), data })
+        Ok(Self { model, folder: config.model.clone(), data })
     }
 
-    /// The starting weights, in f32 on the CPU; the same numbers on every rank.
+    /// The starting weights, in f32 on the CPU; the same numbers on every rank. Parts in `config.freeze` are constants.
     ///
     /// # Errors
-    /// The checkpoint's tensors are not those of its configuration.
+    /// The checkpoint's tensors are not those of its configuration, or all of them are frozen.
     pub fn weights(&self, config: &Config) -> Result<Weights> {
-        Ok(match &self.folder {
-            Some(folder) => Weights::load(folder, &self.model, DType::F32, &Device::Cpu)?,
-            None => Weights::random(&self.model, DType::F32, &Device::Cpu, config.seed)?,
-        })
+        let Some(folder) = &self.folder else {
+            return Ok(Weights::random(&self.model, DType::F32, &Device::Cpu, config.seed)?);
+        };
+        let options = LoadOptions::new().freeze(config.freeze.iter().copied());
+        let weights = Weights::load_with(folder, &self.model, DType::F32, &Device::Cpu, &options)?;
+        match weights.variables().is_empty() {
+            true => Err(Error::flag(
+                "--freeze",
+                config.frozen_names(),
+                "what leaves a part of the model to train",
+                "leave a part out",
+            )),
+            false => Ok(weights),
+        }
     }
 
     /// The stream of training batches; the same on every rank.
@@ -84,7 +90,7 @@ impl Job {
     /// All held-out batches, each held-out digit once per round; empty for a JSONL file.
     ///
     /// # Errors
-    /// The tokenizer failed.
+    /// A conversation does not fit a row.
     pub fn held_out(&self, config: &Config) -> Result<Vec<Batch>> {
         let Data::Digits(task) = &self.data else { return Ok(Vec::new()) };
         let source = Box::new(task.held_out(HELD_OUT_SEED));
@@ -110,21 +116,23 @@ impl Job {
                 let digits = task.digits();
                 format!("{} digits ({} held out)", digits.train.len(), digits.held_out.len())
             }
-            Data::Lines(lines) => format!("{} samples", lines.samples().len()),
+            Data::Lines(lines) => format!("{} samples", lines.len()),
         }
     }
 }
 
-fn digit_task(config: &Config, model: &candle_gemma4::Config, vocabulary: &Vocabulary) -> Result<DigitTask> {
-    let task = DigitTask::new(model, vocabulary.clone())?;
-    let longest = task.longest()?;
-    match config.seq_len < longest {
-        true => Err(Error::flag(
-            "--seq-len",
-            config.seq_len,
-            format!("at least {longest}, the longest conversation about digits"),
-            format!("use --seq-len {} or more", longest.next_multiple_of(64)),
-        )),
-        false => Ok(task),
+impl Data {
+    fn digits(config: &Config, model: &candle_gemma4::Config, tokenizer: &TextTokenizer) -> Result<Self> {
+        let task = DigitTask::new(model, tokenizer)?;
+        let longest = task.longest();
+        match config.seq_len < longest {
+            true => Err(Error::flag(
+                "--seq-len",
+                config.seq_len,
+                format!("at least {longest}, the longest conversation about digits"),
+                format!("use --seq-len {} or more", longest.next_multiple_of(64)),
+            )),
+            false => Ok(Self::Digits(Box::new(task))),
+        }
     }
 }

@@ -1,11 +1,14 @@
 //! Samples packed into rows of one length: documents stay whole, the tail of a row is padding.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Device, Tensor};
 use candle_cp::Tokens;
 use candle_gemma4::{Config, Inputs, vision_groups};
+use candle_vlm_processor::ImagePatches;
 
 use crate::error::{Error, Result};
-use crate::picture::{Picture, patches};
+use crate::images;
 use crate::sample::{Part, Sample, Source};
 
 /// Id of padding in place of a document, a group or a part.
@@ -14,7 +17,7 @@ const NONE: i64 = -1;
 const IGNORED: i64 = -100;
 
 /// One batch, the same on every rank; `[rows][tokens]` each.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Batch {
     /// Token ids.
     pub ids: Vec<Vec<u32>>,
@@ -27,7 +30,7 @@ pub struct Batch {
     /// Images of a row, counted from 0; -1 is text.
     pub groups: Vec<Vec<i64>>,
     /// Pictures, row by row in the order of their placeholders.
-    pub pictures: Vec<Picture>,
+    pub pictures: Vec<Arc<ImagePatches>>,
 }
 
 impl Batch {
@@ -44,16 +47,13 @@ impl Batch {
     /// What the model reads; pixels in `dtype`.
     ///
     /// # Errors
-    /// A tensor operation failed, or there are pictures and no vision tower.
+    /// A tensor operation failed, or there are pictures and the model takes none.
     pub fn inputs(&self, config: &Config, dtype: DType, device: &Device) -> Result<Inputs> {
         let input_ids_bs = Tensor::new(self.ids.clone(), device)?;
-        let Some(vision) = config.vision.as_ref() else {
-            return match self.pictures.is_empty() {
-                true => Ok(Inputs::text(input_ids_bs)),
-                false => Err(Error::Task { task: "pictures", reason: "config.json has no vision_config".to_string() }),
-            };
-        };
-        Ok(match patches(&self.pictures, vision, dtype, device)? {
+        if !self.pictures.is_empty() && images::settings(config).is_none() {
+            return Err(Error::Task { task: "pictures", reason: "config.json has no vision_config".to_string() });
+        }
+        Ok(match images::tensors(&self.pictures, dtype, device)? {
             None => Inputs::text(input_ids_bs),
             Some((pixels, positions)) => {
                 Inputs { pixel_values: Some(pixels), image_position_ids: Some(positions), ..Inputs::text(input_ids_bs) }
@@ -250,7 +250,10 @@ mod tests {
     #[test]
     fn images_are_groups_and_pictures_follow_the_rows() -> Result<()> {
         let config = small_model::config()?;
-        let picture = |level: u8| Picture { width: 4, height: 4, rgb: vec![level; 48] };
+        let picture = |level: u8| {
+            let picture = candle_vlm_processor::Picture::from_rgb(4, 4, vec![level; 48]).expect("48 samples");
+            Arc::new(images::settings(&config).expect("a tower").patches_as_is(&picture).expect("it fits"))
+        };
         struct Two(Vec<Sample>);
         impl Source for Two {
             fn next_sample(&mut self) -> Result<Option<Sample>> {
@@ -267,8 +270,8 @@ mod tests {
         let samples = vec![sample(3, 3), sample(2, 5), sample(1, 4)];
         let batch = Packer::new(Box::new(Two(samples)), &config, 2, 7).next_batch()?.expect("a batch");
         assert_eq!(batch.groups, [[-1, 0, -1, -1, -1, 1, -1], [-1, 0, -1, -1, -1, -1, -1]]);
-        let levels: Vec<u8> = batch.pictures.iter().map(|picture| picture.rgb[0]).collect();
-        assert_eq!(levels, [1, 3, 2]);
+        let levels: Vec<f32> = batch.pictures.iter().map(|picture| (picture.pixels[0] * 255.0).round()).collect();
+        assert_eq!(levels, [1.0, 3.0, 2.0]);
         Ok(())
     }
 

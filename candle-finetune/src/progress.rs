@@ -28,6 +28,15 @@ impl Progress {
         Self { bar, steps }
     }
 
+    /// Says something that a user should know and that is no error.
+    pub fn notice(&self, text: &str) {
+        let line = format!("note: {text}");
+        match &self.bar {
+            Some(bar) => bar.println(line),
+            None => eprintln!("{line}"),
+        }
+    }
+
     /// Shows one step.
     pub fn step(&self, report: &StepReport) {
         let message =

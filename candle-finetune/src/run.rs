@@ -80,15 +80,32 @@ pub struct Trained {
     pub weights: Weights,
 }
 
-/// Trains on `config.cp` ranks, which are threads, and evaluates; writes nothing.
+/// As [`train_with`]; nobody is told what the checkpoint has to say.
+///
+/// # Errors
+/// As [`train_with`].
+pub fn train(job: &Job, config: &Config, observer: &Observer) -> Result<Trained> {
+    train_with(job, config, &|_| (), observer)
+}
+
+/// Trains on `config.cp` ranks, which are threads, and evaluates; writes nothing. Rank 0 calls `notice` with everything
+/// about the loaded weights that a user should know, before the first step.
 ///
 /// # Errors
 /// The error of the first rank that failed, with its number; all ranks end.
-pub fn train(job: &Job, config: &Config, observer: &Observer) -> Result<Trained> {
+pub fn train_with(
+    job: &Job,
+    config: &Config,
+    notice: &(dyn Fn(&str) + Sync),
+    observer: &Observer,
+) -> Result<Trained> {
     let held_out = job.held_out(config)?;
     let rank = |comm: Arc<dyn Communicator>| {
         let rank = comm.rank();
         let mut trainer = Trainer::new(job, config, comm)?;
+        if rank == 0 {
+            trainer.weights().notices().iter().for_each(|found| notice(&found.to_string()));
+        }
         let mut batches = job.training(config);
         let mut reports = Vec::with_capacity(config.steps);
         for _ in 0..config.steps {
@@ -113,7 +130,8 @@ pub fn run(config: &Config, observer: &Observer) -> Result<Summary> {
     fs::create_dir_all(&config.out).map_err(io("create", &config.out))?;
     let metrics = Mutex::new(MetricsFile::create(&config.out.join(METRICS_FILE))?);
     let progress = Progress::start(config.steps, &headline(&job, config));
-    let trained = train(&job, config, &|rank, report| {
+    let notice = |text: &str| progress.notice(text);
+    let trained = train_with(&job, config, &notice, &|rank, report| {
         if rank == 0 {
             // Only rank 0 locks it, so a poisoned lock means that rank 0 is already gone.
             metrics.lock().expect("rank 0 is alive").write(report)?;

@@ -1,6 +1,8 @@
 //! One document to learn from: tokens, what is learned of them, and the pictures behind the placeholders.
 
-use crate::picture::Picture;
+use std::sync::Arc;
+
+use candle_vlm_processor::ImagePatches;
 
 /// Which part of an answer a learned token is; accuracies are counted by part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,12 +32,12 @@ pub struct Token {
 }
 
 /// One document: it is kept whole, in one row.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Sample {
     /// The tokens; the first one is never learned, because nothing predicts it.
     pub tokens: Vec<Token>,
-    /// Pictures in the order of their placeholders.
-    pub pictures: Vec<Picture>,
+    /// Pictures in the order of their placeholders, cut into patches.
+    pub pictures: Vec<Arc<ImagePatches>>,
 }
 
 impl Sample {

@@ -79,6 +79,13 @@ pub enum Error {
         reason: &'static str,
     },
 
+    /// The places of what the assistant wrote cannot be told from a rendered chat.
+    #[error("what the assistant wrote cannot be told from the rendered chat: {reason}")]
+    Answers {
+        /// What is in the way.
+        reason: String,
+    },
+
     /// A message does not have the form of a chat message.
     #[error("messages[{index}]: {reason}")]
     Message {

@@ -37,6 +37,7 @@
 //! [`ChatTemplate`] renders, [`TextTokenizer`] encodes, and a [`ChatEncoder`] joins the last two. All but the Gemma 4
 //! types are the same for every model.
 
+mod answers;
 mod chat;
 mod error;
 mod files;
@@ -47,6 +48,7 @@ mod resize;
 mod template;
 mod tokenizer;
 
+pub use answers::{Answer, AnswerFinder};
 pub use chat::{ChatEncoder, EncodedChat, Expansion};
 pub use error::{Error, PictureFault, Result};
 pub use gemma4::{Gemma4ImageSettings, Gemma4Processor, Gemma4Sample, ImagePatches, PatchLayout, Request};

@@ -108,6 +108,31 @@ impl Message {
         &self.pictures
     }
 
+    /// The same message with text put around its own, inside of the blanks at its ends; `None` if it has no text.
+    pub(crate) fn around(&self, open: &str, close: &str) -> Option<Self> {
+        let mut fields = entries(&self.value)?;
+        let (_, content) = fields.iter_mut().find(|(name, _)| name == "content")?;
+        *content = match content.kind() {
+            ValueKind::String => around(content.as_str()?, open, close)?.into(),
+            _ => around_parts(content, open, close)?,
+        };
+        Some(Self { value: Value::from_pairs(fields), ..self.clone() })
+    }
+
+    /// Whether any text in the message, tool calls and reasoning among them, holds this one.
+    pub(crate) fn holds(&self, text: &str) -> bool {
+        fn any(value: &Value, text: &str) -> bool {
+            match value.kind() {
+                ValueKind::String => value.as_str().is_some_and(|s| s.contains(text)),
+                ValueKind::Seq => value.try_iter().is_ok_and(|mut items| items.any(|item| any(&item, text))),
+                ValueKind::Map => entries(value)
+                    .is_some_and(|fields| fields.iter().any(|(key, value)| key.contains(text) || any(value, text))),
+                _ => false,
+            }
+        }
+        any(&self.value, text)
+    }
+
     fn parse(value: &Value) -> Result<Self, String> {
         let mut fields = entries(value).ok_or("must be an object with `role` and `content`")?;
         fields.retain(|(_, value)| !value.is_none());
@@ -192,6 +217,37 @@ fn part(value: &Value, pictures: &mut Vec<Option<PictureSource>>) -> Result<Valu
         }
         other => Err(format!("is of type {other:?}; only text, image and image_url are supported")),
     }
+}
+
+/// `None` for nothing but blanks.
+fn around(text: &str, open: &str, close: &str) -> Option<String> {
+    let inner = text.trim();
+    let start = text.len() - text.trim_start().len();
+    let (head, tail) = (&text[..start], &text[start + inner.len()..]);
+    (!inner.is_empty()).then(|| format!("{head}{open}{inner}{close}{tail}"))
+}
+
+/// Opens in the first text part and closes in the last one.
+fn around_parts(content: &Value, open: &str, close: &str) -> Option<Value> {
+    let mut parts: Vec<Value> = content.try_iter().ok()?.collect();
+    let text = |part: &Value| part.get_attr("text").ok().filter(|text| part_is_text(part) && around_is_some(text));
+    let first = parts.iter().position(|part| text(part).is_some())?;
+    let last = parts.iter().rposition(|part| text(part).is_some())?;
+    for (at, open, close) in [(first, open, ""), (last, "", close)] {
+        let mut fields = entries(&parts[at])?;
+        let (_, text) = fields.iter_mut().find(|(name, _)| name == "text")?;
+        *text = around(text.as_str()?, open, close)?.into();
+        parts[at] = Value::from_pairs(fields);
+    }
+    Some(parts.into_iter().collect())
+}
+
+fn part_is_text(part: &Value) -> bool {
+    part.get_attr("type").is_ok_and(|kind| kind.as_str() == Some("text"))
+}
+
+fn around_is_some(text: &Value) -> bool {
+    text.as_str().is_some_and(|text| !text.trim().is_empty())
 }
 
 /// Puts the reasoning into the fields that templates read, whichever it came in.

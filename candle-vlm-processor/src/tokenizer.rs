@@ -21,6 +21,8 @@ pub struct TextTokenizer {
     tokenizer: tokenizers::Tokenizer,
     special_tokens: BTreeMap<String, String>,
     config: Value,
+    /// The tokens that `tokenizer.json` calls special, longest first.
+    controls: Vec<String>,
 }
 
 /// A text as tokens.
@@ -46,17 +48,29 @@ impl TextTokenizer {
                 fix: "copy it from the released checkpoint, or save the tokenizer with transformers",
             });
         };
+        let what = folder.join("tokenizer.json").display().to_string();
         let config = files::json(folder, CONFIG)?.unwrap_or_default();
         let older = files::json(folder, "special_tokens_map.json")?.unwrap_or_default();
         let token = |name: &str| token_text(&config[name]).or_else(|| token_text(&older[name]));
         let special_tokens = STANDARD.iter().filter_map(|name| Some(((*name).to_owned(), token(name)?))).collect();
-        let what = folder.join("tokenizer.json").display().to_string();
-        let mut tokenizer = tokenizers::Tokenizer::from_bytes(text)
-            .map_err(|e| Error::Tokenizer { what: what.clone(), reason: e.to_string() })?;
+        Ok(Self { special_tokens, config, ..Self::from_json(&what, &text)? })
+    }
+
+    /// Reads the text of a `tokenizer.json`; `what` names it in errors. No special token has a name.
+    ///
+    /// # Errors
+    /// The text is broken.
+    pub fn from_json(what: &str, json: &str) -> Result<Self> {
+        let fault = |e: tokenizers::Error| Error::Tokenizer { what: what.into(), reason: e.to_string() };
+        let mut tokenizer = tokenizers::Tokenizer::from_bytes(json).map_err(fault)?;
         // A saved tokenizer may cut or pad; neither belongs into training data.
         tokenizer.with_padding(None);
-        tokenizer.with_truncation(None).map_err(|e| Error::Tokenizer { what, reason: e.to_string() })?;
-        Ok(Self { tokenizer, special_tokens, config })
+        tokenizer.with_truncation(None).map_err(fault)?;
+        let added = tokenizer.get_added_tokens_decoder();
+        let mut controls: Vec<_> =
+            added.into_values().filter(|token| token.special && !token.content.is_empty()).map(|t| t.content).collect();
+        controls.sort_by(|a, b| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
+        Ok(Self { tokenizer, special_tokens: BTreeMap::new(), config: Value::Null, controls })
     }
 
     /// Special tokens by the names that templates use, such as `bos_token`.
@@ -67,6 +81,21 @@ impl TextTokenizer {
     /// The id of a token of the vocabulary.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.tokenizer.token_to_id(token)
+    }
+
+    /// The text of a token of the vocabulary.
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.tokenizer.id_to_token(id)
+    }
+
+    /// The token that a text starts with, if `tokenizer.json` calls it special.
+    pub(crate) fn special_at_start(&self, text: &str) -> Option<&str> {
+        self.controls.iter().find(|token| text.starts_with(token.as_str())).map(String::as_str)
+    }
+
+    /// The token that a text ends with, if `tokenizer.json` calls it special.
+    pub(crate) fn special_at_end(&self, text: &str) -> Option<&str> {
+        self.controls.iter().find(|token| text.ends_with(token.as_str())).map(String::as_str)
     }
 
     /// The tokens of a text. With `add_special`, the tokens that the tokenizer puts around every text are added.

@@ -6,7 +6,7 @@ use crate::error::PictureFault;
 use crate::picture::Picture;
 use crate::resize::resize_bicubic;
 
-/// The patches of one picture, padded to the most that a picture may have.
+/// The patches of one picture; [`Gemma4ImageSettings::patches`] pads them to the most that a picture may have.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ImagePatches {
     /// `[patches, patch_dim]` samples in 0..1, each patch flattened as (row, column, channel); 0 where padded.
@@ -54,13 +54,48 @@ impl Gemma4ImageSettings {
     /// As [`Self::resized`].
     pub fn patches(&self, picture: &Picture) -> Result<ImagePatches, PictureFault> {
         let (height, width) = self.resized(picture.height(), picture.width())?;
-        let picture = resize_bicubic(picture, width, height);
-        let soft_tokens = (height / self.patch_size) * (width / self.patch_size) / self.pooling_kernel_size.pow(2);
-        // A merged patch holds the pixels of its square in raster order, so it is a larger patch of the same picture.
-        let (side, patches) = match self.layout {
-            PatchLayout::Tower => (self.patch_size, self.max_patches()),
-            PatchLayout::Merged => (self.patch_size * self.pooling_kernel_size, self.max_soft_tokens),
+        let mut cut = self.cut(&resize_bicubic(picture, width, height));
+        cut.patches = match self.layout {
+            PatchLayout::Tower => self.max_patches(),
+            PatchLayout::Merged => self.max_soft_tokens,
         };
+        cut.pixels.resize(cut.patches * cut.patch_dim, 0.0);
+        cut.positions.resize(cut.patches, [-1, -1]);
+        Ok(cut)
+    }
+
+    /// Cuts a picture into patches as it is, without resizing and without padding.
+    ///
+    /// # Errors
+    /// A side is 0 or no multiple of `patch_size * pooling_kernel_size`, or there are more patches than allowed.
+    pub fn patches_as_is(&self, picture: &Picture) -> Result<ImagePatches, PictureFault> {
+        let (height, width) = (picture.height(), picture.width());
+        let refused = |reason: String| PictureFault::Shape { width, height, reason };
+        let multiple = self.patch_size * self.pooling_kernel_size;
+        if height == 0 || width == 0 || height % multiple != 0 || width % multiple != 0 {
+            let reason = format!("both sides must be multiples of {multiple} (patch_size x pooling_kernel_size)");
+            return Err(refused(reason));
+        }
+        if (height / self.patch_size) * (width / self.patch_size) > self.max_patches() {
+            return Err(refused(format!("at most {} patches are allowed", self.max_patches())));
+        }
+        Ok(self.cut(picture))
+    }
+
+    /// Side in pixels of the patches that the model takes.
+    pub fn side(&self) -> usize {
+        match self.layout {
+            PatchLayout::Tower => self.patch_size,
+            // A merged patch holds the pixels of its square in raster order, so it is a larger patch of the same picture.
+            PatchLayout::Merged => self.patch_size * self.pooling_kernel_size,
+        }
+    }
+
+    /// The patches of a picture whose sides are multiples of `patch_size * pooling_kernel_size`, without padding.
+    fn cut(&self, picture: &Picture) -> ImagePatches {
+        let (height, width, side) = (picture.height(), picture.width(), self.side());
+        let soft_tokens = (height / self.patch_size) * (width / self.patch_size) / self.pooling_kernel_size.pow(2);
+        let patches = (height / side) * (width / side);
         let patch_dim = side * side * 3;
         let levels = self.levels();
         let mut pixels = Vec::with_capacity(patches * patch_dim);
@@ -75,9 +110,7 @@ impl Gemma4ImageSettings {
                 }
             }
         }
-        pixels.resize(patches * patch_dim, 0.0);
-        positions.resize(patches, [-1, -1]);
-        Ok(ImagePatches { pixels, positions, patches, patch_dim, soft_tokens, resized: (height, width) })
+        ImagePatches { pixels, positions, patches, patch_dim, soft_tokens, resized: (height, width) }
     }
 
     /// The value of each 8-bit level in each channel.

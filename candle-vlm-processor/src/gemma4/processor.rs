@@ -55,6 +55,14 @@ impl<'a> Request<'a> {
         let (images, folder, template) = (&[][..], Path::new(""), TemplateInputs::default());
         Self { name, messages, images, folder, template, max_tokens: None }
     }
+
+    /// The pictures of the sample in the order of its image parts.
+    ///
+    /// # Errors
+    /// `images` has another number of pictures than there are image parts that name none.
+    pub fn pictures(&self) -> Result<Vec<PictureSource>> {
+        Ok(sources(self)?.into_iter().cloned().collect())
+    }
 }
 
 /// A sample, ready for the model.
@@ -66,6 +74,8 @@ pub struct Gemma4Sample {
     pub token_types: Vec<u8>,
     /// Soft tokens of each picture.
     pub soft_tokens: Vec<usize>,
+    /// Height and width of each picture after resizing, in pixels.
+    pub resized: Vec<(usize, usize)>,
     /// The patches of each picture; empty after [`Gemma4Processor::check`].
     pub images: Vec<ImagePatches>,
 }
@@ -119,6 +129,11 @@ impl Gemma4Processor {
         &self.settings
     }
 
+    /// The text that stands for a picture in a rendered chat.
+    pub fn image_token(&self) -> &str {
+        &self.tokens.image
+    }
+
     /// Id of the token that each soft token of a picture takes the place of.
     pub fn image_token_id(&self) -> u32 {
         self.tokens.image_id
@@ -146,6 +161,18 @@ impl Gemma4Processor {
         self.encode(request).map(|(sample, _)| sample).map_err(|cause| cause.of_sample(request.name))
     }
 
+    /// The patches of pictures alone, such as those that [`Request::pictures`] lists.
+    ///
+    /// # Errors
+    /// A picture that cannot be read or is too large, with its place and name.
+    pub fn patches(&self, pictures: &[PictureSource], folder: &Path) -> Result<Vec<ImagePatches>> {
+        let load = |(index, source): (usize, &PictureSource)| {
+            let patches = source.load(folder, &self.limits).and_then(|picture| self.settings.patches(&picture));
+            patches.map_err(|fault| Error::Picture { index: index + 1, name: source.name(), fault })
+        };
+        pictures.iter().enumerate().map(load).collect()
+    }
+
     fn encode(&self, request: &Request<'_>) -> Result<(Gemma4Sample, Vec<Loaded>)> {
         let sources = sources(request)?;
         let rendered = self.chat.render(request.messages, &request.template)?;
@@ -153,6 +180,7 @@ impl Gemma4Processor {
         let pictures = self.load(&sources, request.folder)?;
         let soft_tokens =
             per_picture(&pictures, |picture| self.settings.soft_tokens(picture.height(), picture.width()))?;
+        let resized = per_picture(&pictures, |picture| self.settings.resized(picture.height(), picture.width()))?;
         let Tokens { image, begin, end, .. } = &self.tokens;
         let replacements: Vec<_> = soft_tokens.iter().map(|&n| format!("{begin}{}{end}", image.repeat(n))).collect();
         let chat = self.chat.encode(rendered, image, &replacements)?;
@@ -160,7 +188,7 @@ impl Gemma4Processor {
             check_length(&chat, max_tokens, &soft_tokens, &pictures)?;
         }
         let token_types = chat.ids.iter().map(|&id| self.token_type(id)).collect();
-        Ok((Gemma4Sample { chat, token_types, soft_tokens, images: Vec::new() }, pictures))
+        Ok((Gemma4Sample { chat, token_types, soft_tokens, resized, images: Vec::new() }, pictures))
     }
 
     fn load(&self, sources: &[&PictureSource], folder: &Path) -> Result<Vec<Loaded>> {

@@ -1,0 +1,279 @@
+//! From chats and texts to samples, with what a checkpoint folder has for that.
+
+use std::path::Path;
+
+use candle_gemma4::Config;
+use candle_vlm_processor::{
+    AnswerFinder, ChatEncoder, ChatTemplate, EncodedChat, Gemma4ImageSettings, Gemma4Processor, Message, PictureSource,
+    Request, TemplateInputs, TemplateValue, TextTokenizer,
+};
+
+use crate::error::{Error, Result};
+use crate::images;
+use crate::sample::{Part, Token};
+
+/// Stands for no picture: a code point that no text may hold.
+const NO_PLACEHOLDER: &str = "\u{fdd0}";
+
+/// Reads chats and texts as a checkpoint's own template, tokenizer and image settings tell.
+#[derive(Debug)]
+pub struct Encoder {
+    reads: Reads,
+    config: Config,
+    finder: Option<AnswerFinder>,
+}
+
+/// What a checkpoint folder has.
+#[derive(Debug)]
+enum Reads {
+    /// Chats with pictures.
+    Pictures(Box<Gemma4Processor>),
+    /// Chats; why there are no pictures.
+    Chats(Box<ChatEncoder>, String),
+    /// Texts; why there are no chats.
+    Texts(Box<TextTokenizer>, String),
+}
+
+/// One chat, before it is encoded.
+#[derive(Debug)]
+pub(crate) struct Chat<'a> {
+    pub(crate) messages: Vec<Message>,
+    /// Pictures for the image parts that name none.
+    pub(crate) images: Vec<PictureSource>,
+    pub(crate) tools: Option<TemplateValue>,
+    /// Where relative paths start.
+    pub(crate) folder: &'a Path,
+}
+
+/// A sample with its pictures yet to be read.
+#[derive(Debug, Clone)]
+pub(crate) struct Encoded {
+    pub(crate) tokens: Vec<Token>,
+    pub(crate) pictures: Vec<PictureSource>,
+    /// Of each picture.
+    pub(crate) soft_tokens: Vec<usize>,
+}
+
+/// A value, or the reason why a sample cannot be used.
+pub(crate) type Fault<T> = std::result::Result<T, String>;
+
+impl Encoder {
+    /// Reads tokenizer, chat template and image settings of a checkpoint folder. Without a template, or without image
+    /// settings, it reads what is left; chats or pictures are refused with the reason when they come.
+    ///
+    /// # Errors
+    /// There is no tokenizer, a file is broken, or the image settings are not those of the model.
+    pub fn from_folder(folder: &Path, config: &Config) -> Result<Self> {
+        let tokenizer = TextTokenizer::from_folder(folder)?;
+        let reads = match or_missing(ChatTemplate::from_folder(folder))? {
+            Err(reason) => Reads::Texts(Box::new(tokenizer), reason),
+            Ok(template) => {
+                let chat = ChatEncoder::new(template, tokenizer);
+                match images::settings(config) {
+                    None => Reads::Chats(Box::new(chat), "this model takes no pictures".to_string()),
+                    Some(model) => match or_missing(Gemma4ImageSettings::from_folder(folder))? {
+                        Err(reason) => Reads::Chats(Box::new(chat), reason),
+                        Ok(settings) => {
+                            check_settings(&settings, &model)?;
+                            Reads::Pictures(Box::new(Gemma4Processor::new(chat, settings)?))
+                        }
+                    },
+                }
+            }
+        };
+        let mut encoder = Self { reads, config: config.clone(), finder: None };
+        encoder.check_image_token()?;
+        encoder.finder = encoder.chat_encoder().map(AnswerFinder::new).ok();
+        Ok(encoder)
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &TextTokenizer {
+        match &self.reads {
+            Reads::Pictures(processor) => processor.chat().tokenizer(),
+            Reads::Chats(chat, _) => chat.tokenizer(),
+            Reads::Texts(tokenizer, _) => tokenizer,
+        }
+    }
+
+    /// What cuts pictures.
+    ///
+    /// # Errors
+    /// The reason why there are none.
+    pub(crate) fn processor(&self) -> Fault<&Gemma4Processor> {
+        match &self.reads {
+            Reads::Pictures(processor) => Ok(processor),
+            Reads::Chats(_, reason) | Reads::Texts(_, reason) => Err(format!("pictures cannot be used: {reason}")),
+        }
+    }
+
+    fn chat_encoder(&self) -> Fault<&ChatEncoder> {
+        match &self.reads {
+            Reads::Pictures(processor) => Ok(processor.chat()),
+            Reads::Chats(chat, _) => Ok(chat),
+            Reads::Texts(_, reason) => Err(format!("chats cannot be used: {reason}")),
+        }
+    }
+
+    /// The text that stands for a picture; `None` if there are no pictures.
+    pub(crate) fn image_token(&self) -> Option<&str> {
+        self.processor().ok().map(Gemma4Processor::image_token)
+    }
+
+    fn check_image_token(&self) -> Result<()> {
+        let Reads::Pictures(processor) = &self.reads else { return Ok(()) };
+        match processor.image_token_id() == self.config.image_token_id {
+            true => Ok(()),
+            false => Err(Error::Task {
+                task: "pictures",
+                reason: format!(
+                    "{} is token {} of the tokenizer, but image_token_id of config.json is {}; take both files from one \
+                     checkpoint",
+                    processor.image_token(),
+                    processor.image_token_id(),
+                    self.config.image_token_id
+                ),
+            }),
+        }
+    }
+
+    /// A plain text: all of it is learned, and the token that ends a text.
+    pub(crate) fn text(&self, text: &str) -> Fault<Encoded> {
+        let absent = |field| format!("config.json has no {field}, which plain texts need");
+        let bos = self.config.text.bos_token_id.ok_or_else(|| absent("text_config.bos_token_id"))?;
+        let eos = self.config.eos_token_ids.first().copied().ok_or_else(|| absent("eos_token_id"))?;
+        let ids = self.tokenizer().encode(text, false).map_err(|e| e.to_string())?.ids;
+        let placeholders = [Some(self.config.image_token_id), self.config.video_token_id, self.config.audio_token_id];
+        self.refuse(&ids, &placeholders)?;
+        let learned = |id, part| Token { id, learned: Some(part) };
+        let mut tokens = Vec::with_capacity(ids.len() + 2);
+        if ids.first() != Some(&bos) {
+            tokens.push(Token { id: bos, learned: None });
+        }
+        tokens.extend(ids.into_iter().map(|id| learned(id, Part::Text)));
+        tokens.push(learned(eos, Part::End));
+        Ok(Encoded { tokens, pictures: Vec::new(), soft_tokens: Vec::new() })
+    }
+
+    /// A chat: what the assistant wrote is learned, and the token that ends it. Its pictures are checked in full.
+    pub(crate) fn chat(&self, chat: &Chat<'_>) -> Fault<Encoded> {
+        let encoder = self.chat_encoder()?;
+        let inputs = TemplateInputs { tools: chat.tools.clone(), ..TemplateInputs::default() };
+        let with_pictures = !chat.images.is_empty() || chat.messages.iter().any(|message| message.image_parts() > 0);
+        let (encoded, pictures, soft_tokens) = match &self.reads {
+            Reads::Pictures(processor) => self.with_pictures(processor, chat, &inputs)?,
+            _ if with_pictures => return Err(self.processor().map(|_| String::new()).unwrap_or_else(|reason| reason)),
+            _ => {
+                let rendered = encoder.render(&chat.messages, &inputs).map_err(reason)?;
+                (encoder.encode(rendered, NO_PLACEHOLDER, &[]).map_err(reason)?, Vec::new(), Vec::new())
+            }
+        };
+        let image = self.image_token().is_none().then_some(self.config.image_token_id);
+        self.refuse(&encoded.ids, &[image, self.config.video_token_id, self.config.audio_token_id])?;
+        let tokens = self.learned(encoder, chat, &inputs, &encoded)?;
+        Ok(Encoded { tokens, pictures, soft_tokens })
+    }
+
+    fn with_pictures(
+        &self,
+        processor: &Gemma4Processor,
+        chat: &Chat<'_>,
+        inputs: &TemplateInputs,
+    ) -> Fault<(EncodedChat, Vec<PictureSource>, Vec<usize>)> {
+        let request = Request {
+            images: &chat.images,
+            folder: chat.folder,
+            template: inputs.clone(),
+            ..Request::new("the chat", &chat.messages)
+        };
+        let pictures = request.pictures().map_err(reason)?;
+        let sample = processor.check(&request).map_err(reason)?;
+        for (index, (&size, picture)) in sample.resized.iter().zip(&pictures).enumerate() {
+            let fits = images::check_positions(&self.config, processor.settings(), size);
+            fits.map_err(|reason| format!("picture {} ({}): {reason}", index + 1, picture.name()))?;
+        }
+        Ok((sample.chat, pictures, sample.soft_tokens))
+    }
+
+    /// The tokens of a chat, those of the assistant learned. Pictures are never learned: no model writes them.
+    fn learned(
+        &self,
+        encoder: &ChatEncoder,
+        chat: &Chat<'_>,
+        inputs: &TemplateInputs,
+        encoded: &EncodedChat,
+    ) -> Fault<Vec<Token>> {
+        let Some(finder) = &self.finder else { return Err("chats cannot be used".to_string()) };
+        let answers = finder.find(encoder, &chat.messages, inputs, encoded).map_err(reason)?;
+        let mut tokens: Vec<Token> = encoded.ids.iter().map(|&id| Token { id, learned: None }).collect();
+        for answer in answers {
+            for (bytes, part) in [(answer.text, Part::Text), (answer.end, Part::End)] {
+                tokens[encoded.tokens_of(bytes)].iter_mut().for_each(|token| token.learned = Some(part));
+            }
+        }
+        for picture in 0..encoded.expansions.len() {
+            tokens[encoded.tokens_of_picture(picture)].iter_mut().for_each(|token| token.learned = None);
+        }
+        match tokens.iter().any(|token| token.learned.is_some()) {
+            true => Ok(tokens),
+            false => Err("nothing to learn: the template writes no answer of an assistant".to_string()),
+        }
+    }
+
+    /// Fails if a text holds a token that only a picture, a video or a sound may give.
+    fn refuse(&self, ids: &[u32], placeholders: &[Option<u32>]) -> Fault<()> {
+        let reserved = |id: &&u32| !self.config.architecture.is_text_only() && placeholders.contains(&Some(**id));
+        match ids.iter().find(reserved) {
+            None => Ok(()),
+            Some(&id) => Err(format!(
+                "the text holds {}, which stands for a picture, a video or a sound that is not given; remove it",
+                self.tokenizer().token(id).unwrap_or_else(|| format!("id {id}"))
+            )),
+        }
+    }
+}
+
+/// The inner error is the reason why a file that may lack does lack.
+fn or_missing<T>(result: candle_vlm_processor::Result<T>) -> Result<Fault<T>> {
+    match result {
+        Ok(value) => Ok(Ok(value)),
+        Err(error @ candle_vlm_processor::Error::MissingFile { .. }) => Ok(Err(error.to_string())),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// What is wrong with a sample, without a name: the line is told elsewhere.
+fn reason(error: candle_vlm_processor::Error) -> String {
+    match error {
+        candle_vlm_processor::Error::Sample { cause, .. } => reason(*cause),
+        other => other.to_string(),
+    }
+}
+
+fn check_settings(found: &Gemma4ImageSettings, model: &Gemma4ImageSettings) -> Result<()> {
+    let shape = |s: &Gemma4ImageSettings| (s.patch_size, s.pooling_kernel_size, s.layout);
+    match shape(found) == shape(model) {
+        true => Ok(()),
+        false => {
+            let tell = |s: &Gemma4ImageSettings| {
+                format!(
+                    "patch_size {}, pooling_kernel_size {}, patches for a {}",
+                    s.patch_size,
+                    s.pooling_kernel_size,
+                    match s.layout {
+                        candle_vlm_processor::PatchLayout::Tower => "vision tower",
+                        candle_vlm_processor::PatchLayout::Merged => "unified model",
+                    }
+                )
+            };
+            Err(Error::Task {
+                task: "pictures",
+                reason: format!(
+                    "the processor's files say {}, but config.json says {}; take both from one checkpoint",
+                    tell(found),
+                    tell(model)
+                ),
+            })
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! One line as the fields of a JSON object.
+
+use std::collections::BTreeSet;
+use std::fmt;
+
+use candle_vlm_processor::TemplateValue;
+use serde::Deserialize;
+use serde::de::{Deserializer, Error, MapAccess, SeqAccess, Visitor};
+
+use crate::encoder::Fault;
+
+/// The kinds of line, for messages.
+pub(super) const ALLOWED: &str = "allowed are {\"messages\": [..], \"images\": [..], \"tools\": [..]}, \
+                                  {\"prompt\": .., \"completion\": .., \"images\": [..]} and {\"text\": ..}";
+
+const KNOWN: [&str; 6] = ["messages", "images", "tools", "prompt", "completion", "text"];
+
+/// Fields of one line; those that are null count as absent.
+#[derive(Debug)]
+pub(super) struct Fields(Vec<(String, TemplateValue)>);
+
+impl Fields {
+    /// Parses a line.
+    pub(super) fn parse(line: &[u8]) -> Fault<Self> {
+        let text = std::str::from_utf8(line).map_err(|e| {
+            format!("not UTF-8 at byte offset {} of the line; save the file as UTF-8", e.valid_up_to())
+        })?;
+        let unusable = |e: serde_json::Error| format!("not valid JSON: {e}");
+        serde_json::from_str::<KeysOnce>(text).map_err(unusable)?;
+        let value: TemplateValue = serde_json::from_str(text).map_err(unusable)?;
+        if kind(&value) != "an object" {
+            return Err(format!("{} instead of an object; {ALLOWED}", kind(&value)));
+        }
+        let field = |key: TemplateValue| Some((key.as_str()?.to_string(), value.get_item(&key).ok()?));
+        let mut fields: Vec<_> = value.try_iter().map_err(|e| e.to_string())?.filter_map(field).collect();
+        fields.retain(|(_, value)| !value.is_none());
+        let fields = Self(fields);
+        fields.check()?;
+        Ok(fields)
+    }
+
+    fn check(&self) -> Fault<()> {
+        if self.get("conversations").is_some() {
+            return Err(format!("\"conversations\" with from and value: rewrite it as \"messages\"; {ALLOWED}"));
+        }
+        if let Some((name, _)) = self.0.iter().find(|(name, _)| !KNOWN.contains(&name.as_str())) {
+            return Err(format!("unknown field \"{name}\"; {ALLOWED}"));
+        }
+        let beside = |name: &str, allowed: &[&str]| match self.get(name) {
+            Some(_) => self.0.iter().find(|(other, _)| other != name && !allowed.contains(&other.as_str())),
+            None => None,
+        };
+        for (name, allowed) in [("text", &[][..]), ("messages", &["images", "tools"])] {
+            if let Some((other, _)) = beside(name, allowed) {
+                return Err(format!("\"{name}\" beside \"{other}\": a line is of one kind; {ALLOWED}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// A field, if it is there and not null.
+    pub(super) fn get(&self, name: &str) -> Option<&TemplateValue> {
+        self.0.iter().find(|(field, _)| field == name).map(|(_, value)| value)
+    }
+
+    /// A field that is a text.
+    pub(super) fn text(&self, name: &str) -> Fault<&str> {
+        let value = self.get(name).ok_or_else(|| format!("no \"{name}\"; {ALLOWED}"))?;
+        value.as_str().ok_or_else(|| format!("\"{name}\" is {}; a string is needed", kind(value)))
+    }
+
+    /// A field that is a list.
+    pub(super) fn list(&self, name: &str) -> Fault<Option<Vec<TemplateValue>>> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(value) if kind(value) == "a list" => {
+                Ok(Some(value.try_iter().map_err(|e| e.to_string())?.collect()))
+            }
+            Some(value) => Err(format!("\"{name}\" is {}; a list is needed", kind(value))),
+        }
+    }
+}
+
+/// The kind of a JSON value, for messages.
+pub(super) fn kind(value: &TemplateValue) -> &'static str {
+    match value.kind().to_string().as_str() {
+        "none" => "null",
+        "bool" => "true or false",
+        "number" => "a number",
+        "string" => "a string",
+        "map" => "an object",
+        _ => "a list",
+    }
+}
+
+/// Fails if a key stands twice in one object, at any depth: one of the values would be lost without a word.
+struct KeysOnce;
+
+impl<'de> Deserialize<'de> for KeysOnce {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(KeysOnceVisitor)
+    }
+}
+
+struct KeysOnceVisitor;
+
+impl<'de> Visitor<'de> for KeysOnceVisitor {
+    type Value = KeysOnce;
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<KeysOnce, A::Error> {
+        let mut keys = BTreeSet::new();
+        while let Some(key) = map.next_key::<String>()? {
+            if keys.contains(&key) {
+                return Err(A::Error::custom(format!("the key \"{key}\" stands twice in one object")));
+            }
+            keys.insert(key);
+            map.next_value::<KeysOnce>()?;
+        }
+        Ok(KeysOnce)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<KeysOnce, A::Error> {
+        while list.next_element::<KeysOnce>()?.is_some() {}
+        Ok(KeysOnce)
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<KeysOnce, E> {
+        Ok(KeysOnce)
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<KeysOnce, E> {
+        Ok(KeysOnce)
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<KeysOnce, E> {
+        Ok(KeysOnce)
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<KeysOnce, E> {
+        Ok(KeysOnce)
+    }
+
+    fn visit_str<E>(self, _: &str) -> Result<KeysOnce, E> {
+        Ok(KeysOnce)
+    }
+
+    fn visit_unit<E>(self) -> Result<KeysOnce, E> {
+        Ok(KeysOnce)
+    }
+}

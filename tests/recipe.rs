@@ -1,0 +1,142 @@
+//! The recipe on a checkpoint of every family: from a chat file with a picture to a folder that loads again.
+
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use candle_core::Tensor;
+use candle_finetune::{CHECKPOINT_FOLDER, Config, Job, METRICS_FILE, run, train, train_with};
+use candle_gemma4::Weights;
+use tempfile::TempDir;
+
+const FAMILIES: [&str; 4] = ["gemma4-dense", "gemma4-moe", "gemma4-effective", "gemma4-unified"];
+
+const CHATS: &str = r#"{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Teal."}, {"role": "user", "content": [{"type": "image", "image": "square.png"}, {"type": "text", "text": "And here?"}]}, {"role": "assistant", "content": "Ochre."}]}
+{"prompt": "Is it tall?", "completion": "No."}
+{"text": "Tides rise and fall."}
+"#;
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures")
+}
+
+/// A checkpoint folder with all files, and chats beside it. Tokenizer and chat template are the same for all families.
+fn folder(family: &str) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    for family in ["gemma4-dense", family] {
+        for entry in fixtures().join(family).join("checkpoint").read_dir().unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap();
+            // A unified model has no processor configuration: its own configuration tells how pictures are cut.
+            if family == "gemma4-dense" || name != "processor_config.json" {
+                std::fs::copy(&path, model.join(name)).unwrap();
+            }
+        }
+    }
+    if family == "gemma4-unified" {
+        std::fs::remove_file(model.join("processor_config.json")).unwrap();
+    }
+    std::fs::copy(fixtures().join("imaging/square.png"), dir.path().join("square.png")).unwrap();
+    std::fs::write(dir.path().join("chats.jsonl"), CHATS).unwrap();
+    dir
+}
+
+fn config(dir: &TempDir) -> Config {
+    Config {
+        cp: 2,
+        steps: 2,
+        model: Some(dir.path().join("model")),
+        data: Some(dir.path().join("chats.jsonl")),
+        out: dir.path().join("out"),
+        batch_rows: 1,
+        seq_len: 192,
+        ..Config::default()
+    }
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Names of the trained tensors that differ.
+fn moved(before: &Weights, after: &Weights) -> Vec<String> {
+    assert_eq!(before.variables().keys().collect::<Vec<_>>(), after.variables().keys().collect::<Vec<_>>());
+    let pairs = before.variables().iter().zip(after.variables().values());
+    pairs.filter(|((_, a), b)| values(a) != values(b)).map(|((name, _), _)| name.clone()).collect()
+}
+
+#[test]
+fn every_family_trains_on_chats_and_pictures_and_loads_again() {
+    for family in FAMILIES {
+        let dir = folder(family);
+        let config = config(&dir);
+        let job = Job::prepare(&config).unwrap();
+        let batch = job.training(&config).next_training_batch().unwrap();
+        assert_eq!((batch.pictures.len(), batch.documents[0].iter().max()), (1, Some(&2)), "{family}");
+        let learned = batch.labels[0].iter().filter(|&&label| label >= 0).count();
+
+        let one = train(&job, &Config { cp: 1, ..config.clone() }, &|_, _| Ok(())).unwrap();
+        let two = train(&job, &config, &|_, _| Ok(())).unwrap();
+        for (one, two) in one.reports.iter().zip(&two.reports) {
+            let off = (one.loss - two.loss).abs() / one.loss;
+            assert!(off < 1e-5, "{family}: {} and {}", one.loss, two.loss);
+            assert_eq!((two.label_tokens, two.tokens), (learned, batch.token_count()), "{family}");
+        }
+        assert!(two.reports[1].loss < two.reports[0].loss, "{family}: {:?}", two.reports);
+
+        let summary = run(&config, &|_, _| Ok(())).unwrap();
+        assert_eq!(summary.loss, two.reports[1].loss, "{family}");
+        let saved = config.out.join(CHECKPOINT_FOLDER);
+        assert!(config.out.join(METRICS_FILE).is_file() && saved.join("chat_template.jinja").is_file());
+        let again = Config { model: Some(saved), ..config.clone() };
+        let again_job = Job::prepare(&again).unwrap();
+        let weights = again_job.weights(&again).unwrap();
+        assert_eq!(moved(&two.weights, &weights), Vec::<String>::new(), "{family}");
+        let start = job.weights(&config).unwrap();
+        assert!(moved(&start, &weights).iter().any(|name| name.contains("vision")), "{family}");
+        assert_eq!(again_job.training(&again).next_training_batch().unwrap(), batch, "{family}");
+        let third = train(&again_job, &again, &|_, _| Ok(())).unwrap().reports[0].loss;
+        assert!(third < two.reports[1].loss, "{family}: {third} after {:?}", two.reports);
+    }
+}
+
+#[test]
+fn frozen_parts_stay_and_notices_are_said_once() {
+    let dir = folder("gemma4-dense");
+    let mut config = config(&dir);
+    config.set("--freeze", "vision,audio").unwrap();
+    let job = Job::prepare(&config).unwrap();
+    let notices = Mutex::new(Vec::new());
+    let trained = train_with(&job, &config, &|text| notices.lock().unwrap().push(text.to_string()), &|_, _| Ok(()));
+    let trained = trained.unwrap();
+    assert_eq!(notices.into_inner().unwrap(), ["this model has no audio part that could be frozen"]);
+    assert!(trained.weights.variables().keys().all(|name| !name.contains("vision")));
+    candle_finetune::checkpoint::save(&config.out, &job, &trained.weights).unwrap();
+    let all = Config { freeze: Vec::new(), ..config.clone() };
+    let before = job.weights(&all).unwrap();
+    let saved = Config { model: Some(config.out.clone()), ..all };
+    let after = Job::prepare(&saved).unwrap().weights(&saved).unwrap();
+    let moved = moved(&before, &after);
+    assert!(!moved.is_empty() && moved.iter().all(|name| !name.contains("vision")), "{moved:?}");
+
+    config.set("--freeze", "text,vision").unwrap();
+    let error = train(&job, &config, &|_, _| Ok(())).unwrap_err();
+    assert!(error.is_usage() && error.to_string().contains("--freeze \"text,vision\""), "{error}");
+}
+
+#[test]
+fn bad_lines_end_the_run_before_the_first_step() {
+    let dir = folder("gemma4-unified");
+    let config = config(&dir);
+    // 4 x 33 pixels become two patches across and nineteen down; the unified model has positions for 16.
+    let thin = r#"{"prompt": "<|image|>", "completion": "x", "images": ["tall.png"]}"#;
+    std::fs::copy(fixtures().join("imaging/wide.png"), dir.path().join("tall.png")).unwrap();
+    std::fs::write(config.data.as_ref().unwrap(), format!("{CHATS}{thin}\n{{\"prompt\": 1}}\n")).unwrap();
+    let error = run(&config, &|_, _| Ok(())).unwrap_err();
+    let text = error.to_string();
+    assert!(error.is_usage() && text.contains("2 of 5 lines cannot be used; nothing was trained"), "{text}");
+    assert!(text.contains("\n  line 5: \"prompt\" is a number") || text.contains("\n  line 5: "), "{text}");
+    assert!(text.contains("line 4: picture 1 (tall.png): ") && text.contains("mm_posemb_size"), "{text}");
+    assert!(!config.out.exists());
+}
