@@ -133,7 +133,7 @@ impl Rank {
         mark(&mut marks);
         let local = Gradients::collect(&recompute.backward(&loss)?, self.weights.variables())?;
         let local_loss = loss.detach().to_dtype(DType::F64)?;
-        drop((embeds_bsh, local_bsh, hidden_bsh, loss)); // the graph
+        drop((embeds_bsh, local, hidden_bsh, loss)); // the graph
         mark(&mut marks);
         let gradients = local.sum_over_ranks(self.comm.as_ref())?;
         let loss = self.comm.all_reduce_sum(&local_loss)?.to_scalar::<f64>()?;
