@@ -228,6 +228,18 @@ fn per_layer_embeddings_need_a_row_for_padding() {
 }
 
 #[test]
+fn the_side_of_merged_patches_follows_from_two_others() {
+    let text = std::fs::read_to_string(fixture("gemma4-unified/checkpoint/config.json")).unwrap();
+    let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    json["vision_config"]["model_patch_size"] = 8.into();
+    assert!(Config::from_json(&json.to_string()).is_ok());
+    json["vision_config"]["model_patch_size"] = 48.into();
+    let message = Config::from_json(&json.to_string()).unwrap_err().to_string();
+    let expected = "vision_config.model_patch_size is 48: must be patch_size times pooling_kernel_size, 8";
+    assert!(message.contains(expected), "{message}");
+}
+
+#[test]
 fn features_of_other_checkpoints_are_refused() {
     let types = "[\"full_attention\", \"linear_attention\"]";
     let layers = [("text_config.layer_types", types), ("text_config.num_hidden_layers", "2")];
