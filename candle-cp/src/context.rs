@@ -188,6 +188,7 @@ impl CpContext {
     pub fn attend_bshd(&self, q: &Tensor, k: &Tensor, v: &Tensor, rule: &MaskRule, scale: f64) -> Result<Tensor> {
         Ok(ring_attention(&self.0.comm, &self.plan(rule)?, (q, k, v), Order::TokensFirst, scale)?.0)
     }
+
     /// Sends keys and values `[B, S_local, Hkv, D]` to the ranks that need them under `rule`, and keeps what arrives, so
     /// that several layers can attend to it with [`CpContext::attend_gathered`]. Backward sends the sum of those layers'
     /// gradients home. Every rank has to call it, and later to call backward.
@@ -205,7 +206,7 @@ impl CpContext {
     /// were gathered; otherwise as [`CpContext::attend_bshd`], without a word between the ranks.
     ///
     /// # Errors
-    /// Queries that do not fit the keys or the context.
+    /// Keys of another context, or queries that do not fit the keys.
     pub fn attend_gathered(&self, q_bshd: &Tensor, keys: &GatheredKeys, scale: f64) -> Result<Tensor> {
         gathered::attend(&self.plan(keys.rule())?, q_bshd, keys, scale)
     }

@@ -26,6 +26,8 @@ pub struct GatheredKeys {
     /// This rank's own chunk, then those of the hops, each `[2, B, Hkv, keys, D]`; one dimension.
     chunks: Tensor,
     rule: MaskRule,
+    /// The plan that says where the chunks are.
+    plan: Arc<AttentionPlan>,
     /// `[B, Hkv, D]`.
     dims: [usize; 3],
 }
@@ -66,11 +68,15 @@ pub(crate) fn gather(
     check(plan, k, k, v, Order::TokensFirst)?;
     let [batch, heads, _, head_dim] = dims4(k, Order::TokensFirst)?;
     let chunks = k.apply_op2(v, Gather { comm: comm.clone(), plan: plan.clone() })?;
-    Ok(GatheredKeys { chunks, rule: *rule, dims: [batch, heads, head_dim] })
+    Ok(GatheredKeys { chunks, rule: *rule, plan: plan.clone(), dims: [batch, heads, head_dim] })
 }
 
 /// Attends with `q` (`[B, S_local, Hq, D]`).
 pub(crate) fn attend(plan: &Arc<AttentionPlan>, q: &Tensor, keys: &GatheredKeys, scale: f64) -> Result<Tensor> {
+    if !Arc::ptr_eq(plan, &keys.plan) {
+        let allowed = "keys that this context gathered";
+        return Err(Error::argument("keys", "those of another context", allowed, "gather them once per batch"));
+    }
     let [batch, key_heads, head_dim] = keys.dims;
     let [b, query_heads, queries, d] = match q.rank() {
         4 => dims4(q, Order::TokensFirst)?,

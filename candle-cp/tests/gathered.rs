@@ -167,6 +167,9 @@ fn wrong_tensors_are_refused() {
         assert!(message.contains("F32 [1, 5, a multiple of 2, 4]"), "{message}");
     }
     assert!(context.attend_gathered(&key.flatten_all().unwrap(), &keys, 1.0).is_err());
+    let other = CpContext::single(Tokens::single_document(1, 5)).unwrap();
+    let message = text(other.attend_gathered(&key, &keys, 1.0));
+    assert!(message.contains("those of another context"), "{message}");
     assert!(keys.with_tensor(key.clone()).is_err());
     assert!(keys.with_tensor(keys.tensor().detach()).is_ok());
 }

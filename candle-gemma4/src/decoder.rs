@@ -62,17 +62,19 @@ impl DecoderLayer {
                 layer.attend(x_bsh, std::array::from_fn(|i| &qkv_bshd[i]), &context)
             });
         }
+        let mut x_bsh = x_bsh.clone();
         if self.keys == KeyRole::Lends {
             let (layer, rope) = (self.layer.clone(), rope.clone());
-            let stacked = recompute.run([x_bsh], move |[x_bsh]| layer.stacked_keys_values(x_bsh, &rope))?;
+            let stacked = recompute.run([&x_bsh], move |[x_bsh]| layer.stacked_keys_values(x_bsh, &rope))?;
             lent.insert(self.kind, context.gather_keys(&stacked.get(0)?, &stacked.get(1)?, self.layer.rule())?);
+            x_bsh = apart(&x_bsh)?;
         }
         let keys = lent.get(&self.kind).expect("the configuration has a layer that lends for each that reads").clone();
         let (layer, rope) = (self.layer.clone(), rope.clone());
         let project = move |[x_bsh, _]: [&Tensor; 2]| Ok(vec![layer.queries(x_bsh, &rope)?]);
         let (layer, context) = (self.layer.clone(), context.clone());
         let numbers = keys.tensor().clone();
-        recompute.run_in_two([x_bsh, &numbers], project, move |[x_bsh, numbers], q_bshd| {
+        recompute.run_in_two([&x_bsh, &numbers], project, move |[x_bsh, numbers], q_bshd| {
             layer.attend_gathered(x_bsh, &q_bshd[0], &keys.with_tensor(numbers.clone())?, &context)
         })
     }
@@ -102,6 +104,12 @@ impl DecoderLayer {
             _ => recompute.run([x_bsh], move |[x_bsh]| scaled(transform(x_bsh)?)),
         }
     }
+}
+
+/// The same numbers, not copied, as a node of their own: gradients from what reads it are summed before they join those
+/// from what else reads `x`. The input of a recomputed part gets them in one piece; so gradients have the same bits.
+fn apart(x: &Tensor) -> candle_core::Result<Tensor> {
+    x.reshape(x.shape())
 }
 
 /// All decoder layers and the final norm.
@@ -158,7 +166,10 @@ impl Decoder {
         let positions_bs = context.positions(local_bsh.device())?;
         let sliding = self.rope(LayerKind::Sliding, &positions_bs, local_bsh, tap)?;
         let full = self.rope(LayerKind::Full, &positions_bs, local_bsh, tap)?;
-        let mut x_bsh = local_bsh.clone();
+        let mut x_bsh = match per_layer_bslp {
+            Some(_) => apart(local_bsh)?,
+            None => local_bsh.clone(),
+        };
         let (mut lent, real) = (Lent::new(), RealRows::of_rank(context));
         for (index, layer) in self.layers.iter().enumerate() {
             let rope = match layer.kind {

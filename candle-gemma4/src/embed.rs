@@ -122,8 +122,14 @@ impl Embedding {
 
     /// The id, and what fills it if it is a placeholder.
     fn check_id(&self, row: usize, index: usize, id: i64) -> Result<(u32, Option<Kind>)> {
-        let vocab_size = self.config.text.vocab_size;
-        let unknown = Error::TokenId { row, index, id, vocab_size };
+        let text = &self.config.text;
+        // All ranks see all ids here. In the look-up of per-layer embeddings, which comes later, one rank alone would
+        // fail and the others would wait for it.
+        let (vocab_size, setting) = match text.per_layer {
+            Some(table) if table.vocab_size < text.vocab_size => (table.vocab_size, "vocab_size_per_layer_input"),
+            _ => (text.vocab_size, "vocab_size"),
+        };
+        let unknown = Error::TokenId { row, index, id, vocab_size, setting };
         let Ok(token) = u32::try_from(id) else { return Err(unknown) };
         let unfilled = |kind| Err(Error::Placeholder { row, index, id: token, kind });
         match self.config.placeholder(token) {

@@ -142,7 +142,7 @@ pub enum Error {
     /// A token id is outside the vocabulary.
     #[error(
         "row {row}, token {index}: id {id} is outside the vocabulary of {vocab_size} \
-         (vocab_size in config.json); was the text encoded with another tokenizer?"
+         ({setting} in config.json); was the text encoded with another tokenizer?"
     )]
     TokenId {
         /// Row of the batch.
@@ -153,6 +153,8 @@ pub enum Error {
         id: i64,
         /// Number of ids the model knows.
         vocab_size: usize,
+        /// The field that says so: `vocab_size`, or `vocab_size_per_layer_input` where that table is the smaller one.
+        setting: &'static str,
     },
 
     /// A placeholder of a kind that no tower of this model fills.

@@ -1,7 +1,7 @@
 //! Trainable Gemma 4 on Candle, ready for context parallelism.
 //!
-//! The dense models (text decoder with sliding and full attention, vision tower) with the names, shapes and settings
-//! of released checkpoints. Every operation has a backward pass. A model is ordinary single-device code: it embeds
+//! All families (dense, with experts, effective with per-layer embeddings and shared keys, unified), images and audio,
+//! with the names, shapes and settings of released checkpoints. Every operation has a backward pass. A model is ordinary single-device code: it embeds
 //! the full sequence, and its decoder runs on whatever slice of it a [`candle_cp::CpContext`] gives to this rank.
 //!
 //! ```no_run

@@ -63,6 +63,9 @@ pub(crate) fn read_positions(position_ids: &Tensor, limit: usize, setting: &str)
 }
 
 /// Places of the patches of every `k` x `k` cell, cells row by row. The patches must fill a grid, each place once.
+///
+/// DIFFERENCE: with `k` = 1 Hugging Face's pooler leaves its mask of padding as it is, so that the padding becomes the
+/// features and the patches are dropped. No released model has it; here every patch is a cell.
 fn pool(positions: &[Option<(u32, u32)>], k: usize) -> std::result::Result<Vec<Vec<u32>>, String> {
     let real = || positions.iter().flatten();
     let width = real().map(|&(x, _)| x as usize + 1).max().unwrap_or(0);

@@ -111,7 +111,7 @@ impl PerLayerEmbedding {
             Ok(token) if Some(token) == self.config.text.pad_token_id => Ok(Row::Padding),
             Ok(token) if self.config.placeholder(token).is_some() => Ok(Row::Padding),
             Ok(token) if (token as usize) < vocab_size => Ok(Row::Table(looked_up as u32)),
-            Ok(_) => Err(Error::TokenId { row, index, id, vocab_size }),
+            Ok(_) => Err(Error::TokenId { row, index, id, vocab_size, setting: "vocab_size_per_layer_input" }),
         }
     }
 }

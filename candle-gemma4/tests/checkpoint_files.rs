@@ -127,6 +127,16 @@ fn short_shards_are_named_with_their_lengths() {
 }
 
 #[test]
+fn a_file_of_any_bytes_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    for bytes in [&[][..], &[0xff; 7], &[0xff; 8], &[0xff; 500], &[0; 64], b"<html>an error page</html>"] {
+        std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+        let error = load(dir.path()).unwrap_err();
+        assert!(matches!(error, Error::WeightFile { .. } | Error::WeightFiles { .. }), "{bytes:?}: {error}");
+    }
+}
+
+#[test]
 fn the_index_decides_and_a_stray_file_is_told_once() {
     let dir = sharded(200_000);
     let zeros: Tensors = on_disk().into_iter().map(|(name, x)| (name, x.zeros_like().unwrap())).collect();

@@ -211,6 +211,34 @@ fn what_cannot_run_is_refused_with_field_and_value() {
     }
 }
 
+/// What would only fail at the first placeholder, on the ranks that hold one.
+#[test]
+fn per_layer_embeddings_need_a_row_for_padding() {
+    let on = ("text_config.hidden_size_per_layer_input", "8");
+    let small = [on, ("text_config.vocab_size_per_layer_input", "5"), ("text_config.pad_token_id", "5")];
+    let message = refusal(&small);
+    assert!(message.contains("pad_token_id is 5: must be below vocab_size_per_layer_input 5"), "{message}");
+    let message = refusal(&[on, ("text_config.pad_token_id", "null")]);
+    assert!(message.contains("text_config.pad_token_id is null: a token id is needed"), "{message}");
+    let text = text_only(|json| {
+        json["hidden_size_per_layer_input"] = 8.into();
+        json["pad_token_id"] = serde_json::Value::Null;
+    });
+    assert!(text.unwrap().text.per_layer.is_some(), "a text has no placeholders");
+}
+
+#[test]
+fn the_side_of_merged_patches_follows_from_two_others() {
+    let text = std::fs::read_to_string(fixture("gemma4-unified/checkpoint/config.json")).unwrap();
+    let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    json["vision_config"]["model_patch_size"] = 8.into();
+    assert!(Config::from_json(&json.to_string()).is_ok());
+    json["vision_config"]["model_patch_size"] = 48.into();
+    let message = Config::from_json(&json.to_string()).unwrap_err().to_string();
+    let expected = "vision_config.model_patch_size is 48: must be patch_size times pooling_kernel_size, 8";
+    assert!(message.contains(expected), "{message}");
+}
+
 #[test]
 fn features_of_other_checkpoints_are_refused() {
     let types = "[\"full_attention\", \"linear_attention\"]";

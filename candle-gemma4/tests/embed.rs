@@ -151,6 +151,19 @@ fn ids_and_placeholders_without_a_meaning_are_refused() {
     assert!(matches!(error(&Inputs::text(ids(&[&[20]]))), Error::Placeholder { kind: "audio", .. }));
 }
 
+/// On every rank, as only here all of them see all ids.
+#[test]
+fn ids_that_the_table_of_per_layer_embeddings_lacks_are_refused() {
+    let folder = support::variant("effective_plain_mlp"); // 72 ids, 66 of them with per-layer embeddings
+    let config = Config::from_folder(&folder).unwrap();
+    let weights = Weights::load(&folder, &config, DType::F32, &Device::Cpu).unwrap();
+    let model = Model::new(&config, &weights).unwrap();
+    assert!(model.embed(&Inputs::text(ids(&[&[65]])), &mut ()).is_ok());
+    let message = model.embed(&Inputs::text(ids(&[&[1, 2], &[65, 66]])), &mut ()).unwrap_err().to_string();
+    let expected = "row 1, token 1: id 66 is outside the vocabulary of 66 (vocab_size_per_layer_input in config.json)";
+    assert!(message.starts_with(expected), "{message}");
+}
+
 #[test]
 fn pixels_and_positions_must_fit_the_tower_and_each_other() {
     let good = with_pictures(&[&row(&[12])], &[0]);

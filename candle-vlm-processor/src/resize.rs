@@ -1,7 +1,7 @@
 //! Bicubic resizing with antialiasing, bit for bit as Pillow does it with 8-bit samples.
 //!
-//! One pass along the rows and one along the columns; each rounds to 8 bits, so their order shows. Weights are fixed-point numbers with 22 fraction bits, made in
-//! f64; when a side shrinks, the kernel is as much wider.
+//! One pass along the rows and one along the columns; each rounds to 8 bits, so their order shows. Weights are
+//! fixed-point numbers with 22 fraction bits, made in f64; when a side shrinks, the kernel is as much wider.
 
 use crate::picture::Picture;
 
@@ -121,12 +121,14 @@ pub fn resize_bicubic(picture: &Picture, width: usize, height: usize) -> Picture
     let rows = |rgb_hwc: &[u8]| resize_rows(rgb_hwc, picture.width(), width);
     let columns = |rgb_hwc: &[u8], row_width| resize_columns(rgb_hwc, row_width, height);
     let (old_width, old_height) = (picture.width(), picture.height());
+    // The rule of Pillow 13, found by comparing its results with those of either order.
+    let lost = |old: usize, new: usize| old as i64 - new as i64;
+    let columns_first = height < old_height && lost(old_height, height) > 2 * lost(old_width, width);
     let rgb_hwc = match (width != old_width, height != old_height) {
         (false, false) => None,
         (true, false) => Some(rows(picture.rgb_hwc())),
         (false, true) => Some(columns(picture.rgb_hwc(), width)),
-        // Pillow goes along the rows first, except where that would make more rows to throw away.
-        (true, true) if width > old_width && height < old_height => Some(rows(&columns(picture.rgb_hwc(), old_width))),
+        (true, true) if columns_first => Some(rows(&columns(picture.rgb_hwc(), old_width))),
         (true, true) => Some(columns(&rows(picture.rgb_hwc()), width)),
     };
     picture.resized(width, height, rgb_hwc)

@@ -162,6 +162,9 @@ save_file(expected, OUT / "expected.safetensors")
 resized = {}
 for width, height, targets in [
     (37, 53, [(5, 7), (100, 20), (12, 53), (37, 10), (1, 1), (90, 120), (36, 54), (37, 54)]),
+    # Columns go first where the height loses more than twice what the width loses.
+    (37, 53, [(30, 39), (30, 38), (20, 19), (20, 18), (10, 60), (38, 52)]),
+    (97, 371, [(32, 128)]),
     (1, 1, [(48, 96)]),
     (3, 200, [(48, 24), (2, 480)]),
     (640, 480, [(96, 72), (48, 432)]),

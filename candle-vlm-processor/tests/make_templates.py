@@ -61,6 +61,8 @@ TEMPLATES = {
     "scopes": "{% set x = 1 %}{% if true %}{% set x = 2 %}{% endif %}{{ x }}{% for i in [1] %}{% set x = 3 %}{{ x }}{% endfor %}{{ x }}{% with y = 5 %}{{ y }}{% endwith %}{{ y is defined }}",
     "generation-scope": "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
     "attributes": "{{ messages[0]['role'] }}{{ messages[0].content.strip() }}{{ messages.0.role }}{{ messages | map(attribute='role') | list }}{{ (messages | first).role }}{{ messages[2].tool_calls[0].function.name }}{{ messages[2].tool_calls[0]['function']['arguments'].z }}",
+    "kinds": "{% for x in ['a', '', [1], {'a': 1}, none, 1, 1.5, true, nothing] %}{{ x is sequence }} {{ x is iterable }} {{ x is mapping }} {{ x is string }}|{% endfor %}{% if tools is iterable and tools | length > 0 %}tools{% endif %}{{ nothing is iterable }}{{ messages is sequence }}{{ messages[1].content is iterable }}",
+    "titles": "{{ \"they're bill's 2nd été\".title() }}{{ 'hELLO wORLD'.title() }}{{ ''.title() }}{{ \"it's\" | title }}{{ '<a href=\"x\">it\\'s &' | e }}{{ '</' | escape }}{{ 3 | e }}",
     "raise": "{% if messages[0].role != 'user' %}{{ raise_exception('The first message must be from the user, not ' ~ messages[0].role) }}{% endif %}",
 }
 

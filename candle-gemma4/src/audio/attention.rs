@@ -148,7 +148,7 @@ impl LocalAttention {
             key: linear("k_proj")?,
             value: linear("v_proj")?,
             output: linear("post")?,
-            relative_key: Linear { weight_oi: relative, bias_o: None, clip: None },
+            relative_key: Linear::plain(relative),
             per_dim_scale: weights.get(&format!("{prefix}.per_dim_scale"), &[audio.head_dim()])?,
             head_dim: audio.head_dim(),
             window: Window::new(audio),

@@ -15,6 +15,7 @@ use crate::config::{AudioConfig, Config};
 use crate::error::{Error, Result};
 use crate::features::{Features, read_frame_mask};
 use crate::linear::Linear;
+use crate::names::AUDIO_PROJECTION;
 use crate::norm::RmsNorm;
 use crate::tap::{Tap, record_numbered};
 use crate::weights::Weights;
@@ -38,7 +39,7 @@ impl AudioTower {
         let layers = 0..audio.num_hidden_layers;
         let output_oi = weights.get(&format!("{}.weight", names::OUTPUT), &[outputs, hidden])?;
         let output_bias = weights.get(&format!("{}.bias", names::OUTPUT), &[outputs])?;
-        let projection_oi = weights.get(names::PROJECTION, &[text_hidden, outputs])?;
+        let projection_oi = weights.get(AUDIO_PROJECTION, &[text_hidden, outputs])?;
         Ok(Self {
             subsample: Subsample::new(audio, weights)?,
             layers: layers.map(|index| AudioLayer::new(&names::layer(index), audio, weights)).collect::<Result<_>>()?,

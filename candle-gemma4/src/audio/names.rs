@@ -2,9 +2,8 @@
 
 use crate::clip;
 use crate::config::AudioConfig;
-use crate::names::{Role, TensorSpec};
+use crate::names::{AUDIO_PROJECTION, Role, TensorSpec};
 
-pub(super) const PROJECTION: &str = "model.embed_audio.embedding_projection.weight";
 pub(super) const OUTPUT: &str = "model.audio_tower.output_proj";
 pub(super) const SUBSAMPLE: &str = "model.audio_tower.subsample_conv_projection";
 
@@ -56,7 +55,7 @@ pub(crate) fn tensors(audio: &AudioConfig, text_hidden: usize) -> Vec<TensorSpec
     }
     table.matrix(format!("{OUTPUT}.weight"), &[audio.output_proj_dims, hidden]);
     table.push(format!("{OUTPUT}.bias"), &[audio.output_proj_dims], Role::Bias);
-    table.matrix(PROJECTION.to_string(), &[text_hidden, audio.output_proj_dims]);
+    table.matrix(AUDIO_PROJECTION.to_string(), &[text_hidden, audio.output_proj_dims]);
     table.specs
 }
 

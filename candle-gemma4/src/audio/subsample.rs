@@ -28,10 +28,7 @@ impl Subsample {
         };
         let name = format!("{SUBSAMPLE}.input_proj_linear.weight");
         let weight_oi = weights.get(&name, &[audio.hidden_size, audio.subsampled_mels() * second])?;
-        Ok(Self {
-            layers: [layer(0, first, 1)?, layer(1, second, first)?],
-            projection: Linear { weight_oi, bias_o: None, clip: None },
-        })
+        Ok(Self { layers: [layer(0, first, 1)?, layer(1, second, first)?], projection: Linear::plain(weight_oi) })
     }
 
     /// `[clips, frames, mels]` to `[clips, frames / 4, width]`, quarters rounded up. `is_real [clips][frames]`:
@@ -96,7 +93,7 @@ fn convolve(x_btfc: &Tensor, kernel_oi33: &Tensor) -> Result<Tensor> {
     let outputs = kernel_oi33.dim(0)?;
     // Patches run over frames, then frequencies, then channels.
     let weight_oi = kernel_oi33.permute((0, 2, 3, 1))?.reshape((outputs, 3 * width))?;
-    Linear { weight_oi, bias_o: None, clip: None }.forward(&patches)
+    Linear::plain(weight_oi).forward(&patches)
 }
 
 /// `[rows, n, width]`: what each of the three taps of a kernel sees at every second place, `[rows, n / 2, width]` (n

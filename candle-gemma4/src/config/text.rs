@@ -134,7 +134,7 @@ impl TextConfig {
             full_rope: read_rope(fields, &layers, LayerKind::Full)?,
             layers,
             moe: MoeConfig::read(fields)?,
-            per_layer: read_per_layer(fields, architecture)?,
+            per_layer: read_per_layer(fields, architecture, pad_token_id)?,
             sliding_window: fields.size("sliding_window")?,
             bidirectional_images,
             whole_images: architecture.is_unified(),
@@ -215,7 +215,11 @@ fn read_bidirectional_images(fields: &Fields, architecture: Architecture) -> Res
 }
 
 /// Absent values mean the sizes of the released models, as in the library that writes these files.
-fn read_per_layer(fields: &Fields, architecture: Architecture) -> Result<Option<PerLayerConfig>> {
+fn read_per_layer(
+    fields: &Fields,
+    architecture: Architecture,
+    pad_token_id: Option<u32>,
+) -> Result<Option<PerLayerConfig>> {
     if architecture.is_unified() {
         return Ok(None);
     }
@@ -227,7 +231,18 @@ fn read_per_layer(fields: &Fields, architecture: Architecture) -> Result<Option<
         return Ok(None);
     }
     let vocab_size = fields.size_if_present("vocab_size_per_layer_input")?.unwrap_or(262_144);
-    Ok(Some(PerLayerConfig { vocab_size, width }))
+    match pad_token_id {
+        Some(id) if id as usize >= vocab_size => {
+            let reason =
+                format!("must be below vocab_size_per_layer_input {vocab_size}: that table has its row as well");
+            Err(fields.refuse("pad_token_id", reason))
+        }
+        None if !architecture.is_text_only() => {
+            let reason = "a token id is needed: image and audio placeholders have its per-layer embeddings";
+            Err(fields.refuse("pad_token_id", reason))
+        }
+        _ => Ok(Some(PerLayerConfig { vocab_size, width })),
+    }
 }
 
 fn read_rope(fields: &Fields, layers: &[LayerConfig], kind: LayerKind) -> Result<Option<RopeConfig>> {

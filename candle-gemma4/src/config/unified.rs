@@ -36,9 +36,15 @@ impl PatchEmbedderConfig {
             let reason = format!("must be mm_embed_dim {width}, whose output it projects");
             return Err(fields.refuse("output_proj_dims", reason));
         }
+        let (patch_size, pooling_kernel_size) = (fields.size("patch_size")?, fields.size("pooling_kernel_size")?);
+        let side = patch_size as u64 * pooling_kernel_size as u64;
+        if fields.size_if_present("model_patch_size")?.is_some_and(|given| given as u64 != side) {
+            let reason = format!("must be patch_size times pooling_kernel_size, {side}");
+            return Err(fields.refuse("model_patch_size", reason));
+        }
         Ok(Self {
-            patch_size: fields.size("patch_size")?,
-            pooling_kernel_size: fields.size("pooling_kernel_size")?,
+            patch_size,
+            pooling_kernel_size,
             width,
             position_embedding_size: fields.size("mm_posemb_size")?,
             rms_norm_eps: fields.positive("rms_norm_eps")?,

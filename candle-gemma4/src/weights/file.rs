@@ -108,7 +108,8 @@ fn length_fault(path: &Path, bytes: &[u8], error: &SafeTensorError) -> Option<Fi
     let file = file_name(path);
     let found = bytes.len() as u64;
     let header_len = bytes.first_chunk().map(|length| u64::from_le_bytes(*length));
-    let header_end = LENGTH_FIELD as u64 + header_len.unwrap_or(0);
+    // A file that is no safetensors file may begin with any number.
+    let header_end = (LENGTH_FIELD as u64).saturating_add(header_len.unwrap_or(0));
     match error {
         SafeTensorError::HeaderTooSmall | SafeTensorError::InvalidHeaderLength => {
             Some(FileFault::CutHeader { file, expected: header_end, found })

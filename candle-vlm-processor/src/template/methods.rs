@@ -27,6 +27,10 @@ pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value
             parts.reverse();
             Ok(parts.into_iter().map(Value::from).collect())
         }
+        "title" => {
+            let () = from_args(args)?;
+            Ok(Value::from(title(text)))
+        }
         "index" => {
             let (part,): (&str,) = from_args(args)?;
             let missing = || Error::new(ErrorKind::InvalidOperation, format!("{part:?} is not in the text"));
@@ -34,6 +38,16 @@ pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value
         }
         _ => unknown_method_callback(state, value, method, args),
     }
+}
+
+/// The first letter of every run of letters as a capital, the others small; unlike the filter, an apostrophe ends a run.
+fn title(text: &str) -> String {
+    let mut after_letter = false;
+    let turn = |symbol: char| {
+        let was_letter = std::mem::replace(&mut after_letter, symbol.is_alphabetic());
+        if was_letter { symbol.to_lowercase().collect::<String>() } else { symbol.to_uppercase().collect() }
+    };
+    text.chars().map(turn).collect()
 }
 
 fn three(parts: [&str; 3]) -> Value {

@@ -16,6 +16,10 @@ pub(super) fn environment() -> Environment<'static> {
     environment.set_formatter(write_value);
     environment.add_filter("tojson", json::tojson);
     environment.add_filter("string", |value: &Value| text(value));
+    environment.add_filter("escape", escape);
+    environment.add_filter("e", escape);
+    environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
+    environment.add_test("sequence", is_sequence);
     environment.add_filter(generation::PLAIN_FILTER, |body: String| body);
     environment.add_filter(generation::MARKED_FILTER, generation::mark);
     environment.add_function("raise_exception", raise_exception);
@@ -32,6 +36,28 @@ fn write_value(out: &mut Output, state: &mut State, value: &Value) -> Result<(),
     } else {
         escape_formatter(out, state, value)
     }
+}
+
+/// Whether it has a length and items: texts, mappings and what is not defined do, to Jinja2.
+fn is_sequence(value: &Value) -> bool {
+    use ValueKind::{Bytes, Map, Seq, String, Undefined};
+    matches!(value.kind(), Undefined | String | Bytes | Seq | Map)
+}
+
+/// As the engine's own, with the names that Python gives to quotes.
+fn escape(value: &Value) -> String {
+    let mut out = String::new();
+    for symbol in text(value).chars() {
+        match symbol {
+            '&' => out.push_str("&amp;"),
+            '<' => out.push_str("&lt;"),
+            '>' => out.push_str("&gt;"),
+            '"' => out.push_str("&#34;"),
+            '\'' => out.push_str("&#39;"),
+            _ => out.push(symbol),
+        }
+    }
+    out
 }
 
 fn is_float(value: &Value) -> bool {
