@@ -123,17 +123,17 @@ impl Rank {
         let mark = |marks: &mut Vec<f64>| marks.push(start.elapsed().as_secs_f64());
         let context = context(&self.comm, self.layout, row, &self.layers)?;
         let embeds_bsh = self.model.embed(&Inputs::text(row.input_ids_bs.clone()), &mut ())?;
-        let local = self.model.shard(&embeds_bsh, &row.input_ids_bs, &context)?;
+        let input = self.model.shard(&embeds_bsh, &row.input_ids_bs, &context)?;
         mark(&mut marks);
         let recompute = if self.recompute { Recompute::on() } else { Recompute::off() };
-        let hidden_bsh = self.model.decode_with(&local, &context, &recompute, &mut ())?;
+        let hidden_bsh = self.model.decode_with(&input, &context, &recompute, &mut ())?;
         mark(&mut marks);
         let labels = context.shard_labels(&row.input_ids_bs)?;
         let loss = self.model.loss(&hidden_bsh, &labels)?;
         mark(&mut marks);
         let local = Gradients::collect(&recompute.backward(&loss)?, self.weights.variables())?;
         let local_loss = loss.detach().to_dtype(DType::F64)?;
-        drop((embeds_bsh, local, hidden_bsh, loss)); // the graph
+        drop((embeds_bsh, input, hidden_bsh, loss)); // the graph
         mark(&mut marks);
         let gradients = local.sum_over_ranks(self.comm.as_ref())?;
         let loss = self.comm.all_reduce_sum(&local_loss)?.to_scalar::<f64>()?;
