@@ -1,12 +1,14 @@
 //! Fine-tunes Gemma 4 on sequences that are shared by several ranks.
 //!
 //! Without arguments a small random model learns to read handwritten digits. The last line on standard output is one
-//! JSON object; progress goes to standard error, and metrics, loss curve and checkpoint to `--out`.
+//! JSON object; progress goes to standard error, and metrics, loss curve and checkpoint to `--out`. With `--inspect`
+//! nothing is trained: standard output tells what the data file holds.
 
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use candle_cp::prepare_process;
-use candle_finetune::{Config, Error, Summary, run};
+use candle_finetune::{Config, Error, Inspection, inspect, run};
 use clap::Parser;
 
 /// Fine-tunes Gemma 4 on sequences that are shared by several ranks (threads).
@@ -50,6 +52,18 @@ struct Flags {
     /// Parts of the checkpoint to leave as they are: text, vision, audio
     #[arg(long, value_name = "PART,PART")]
     freeze: Option<String>,
+    /// Cut samples that are longer than a row; without it they are left out
+    #[arg(long)]
+    truncate: bool,
+    /// Train nothing: tell what --data holds, how its rows are filled, and what is learned of one sample
+    #[arg(long)]
+    inspect: bool,
+    /// Line of the sample that --inspect shows [default: the first sample]
+    #[arg(long, value_name = "N", requires = "inspect", allow_hyphen_values = true)]
+    inspect_line: Option<String>,
+    /// Whether --inspect colours what is learned: auto, always or never [default: auto]
+    #[arg(long, value_name = "WHEN", requires = "inspect")]
+    color: Option<String>,
 }
 
 fn main() -> ExitCode {
@@ -57,11 +71,13 @@ fn main() -> ExitCode {
     let ranks = flags.cp.as_ref().and_then(|cp| cp.parse().ok()).unwrap_or(Config::default().cp);
     // SAFETY: nothing has started a thread yet.
     unsafe { prepare_process(ranks) };
-    match finetune(flags) {
-        Ok(summary) => {
-            println!("{}", summary.to_json());
-            ExitCode::SUCCESS
-        }
+    let mut stdout = std::io::stdout();
+    let told = finetune(flags, stdout.is_terminal()).and_then(|text| {
+        let unwritten = |cause| Error::Io { action: "write", path: "standard output".into(), cause };
+        stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(unwritten)
+    });
+    match told {
+        Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
             ExitCode::from(if error.is_usage() { 2 } else { 1 })
@@ -69,7 +85,8 @@ fn main() -> ExitCode {
     }
 }
 
-fn finetune(flags: Flags) -> Result<Summary, Error> {
+/// What standard output is told.
+fn finetune(flags: Flags, terminal: bool) -> Result<String, Error> {
     let mut config = Config::default();
     for (flag, value) in [
         ("--cp", flags.cp),
@@ -84,15 +101,20 @@ fn finetune(flags: Flags) -> Result<Summary, Error> {
         ("--seq-len", flags.seq_len),
         ("--recompute", flags.recompute.then(|| "true".to_string())),
         ("--freeze", flags.freeze),
+        ("--truncate", flags.truncate.then(|| "true".to_string())),
     ] {
         if let Some(value) = value {
             config.set(flag, &value)?;
         }
+    }
+    if flags.inspect {
+        let inspection = Inspection::from_flags(flags.inspect_line.as_deref(), flags.color.as_deref(), terminal)?;
+        return inspect(&config, &inspection);
     }
     let summary = run(&config, &|_rank, _report| Ok(()))?;
     if let Some(accuracy) = summary.accuracy {
         eprintln!("{:.1} % of the digits of held-out conversations read and repeated right", 100.0 * accuracy);
     }
     eprintln!("metrics, loss curve and checkpoint: {}", summary.out);
-    Ok(summary)
+    Ok(format!("{}\n", summary.to_json()))
 }

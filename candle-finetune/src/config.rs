@@ -43,6 +43,8 @@ pub struct Config {
     pub recompute: bool,
     /// `--freeze`: parts of a checkpoint that are left as they are; their gradients are never computed.
     pub freeze: Vec<Part>,
+    /// `--truncate`: samples of `--data` that are longer than a row are cut, not left out.
+    pub truncate: bool,
     /// Betas, eps and weight decay.
     pub optimizer: AdamWConfig,
     /// Largest norm of the gradients; longer ones are scaled down.
@@ -68,6 +70,7 @@ impl Default for Config {
             seq_len: 256,
             recompute: false,
             freeze: Vec::new(),
+            truncate: false,
             optimizer: AdamWConfig::default(),
             max_grad_norm: 1.0,
             rate_floor: 0.05,
@@ -78,7 +81,7 @@ impl Default for Config {
 
 impl Config {
     /// The flags that [`Config::set`] knows.
-    pub const FLAGS: [&str; 12] = [
+    pub const FLAGS: [&str; 13] = [
         "--cp",
         "--layout",
         "--steps",
@@ -91,6 +94,7 @@ impl Config {
         "--seq-len",
         "--recompute",
         "--freeze",
+        "--truncate",
     ];
     /// Learning rate of fresh weights, unless `--lr` is given.
     pub const DEFAULT_RATE_FRESH: f64 = 2e-3;
@@ -115,6 +119,7 @@ impl Config {
             "--seq-len" => self.seq_len = parse("--seq-len", value, &count(MAX_SEQ_LEN))?,
             "--recompute" => self.recompute = parse("--recompute", value, "true or false")?,
             "--freeze" => self.freeze = freeze(value)?,
+            "--truncate" => self.truncate = parse("--truncate", value, "true or false")?,
             other => {
                 return Err(Error::UnknownFlag { flag: other.to_string(), known: Self::FLAGS.join(", ") });
             }
@@ -155,6 +160,10 @@ impl Config {
             let fix = "give the checkpoint folder with --model, or leave --freeze out";
             let allowed = "parts of a checkpoint, beside --model DIR: fresh weights have to be trained";
             return Err(Error::flag("--freeze", self.frozen_names(), allowed, fix));
+        }
+        if self.truncate && self.data.is_none() {
+            let allowed = "beside --data FILE.jsonl: conversations about digits are never cut";
+            return Err(Error::flag("--truncate", true, allowed, "give the file with --data, or leave --truncate out"));
         }
         if let Some(data) = &self.data {
             if self.model.is_none() {
@@ -216,6 +225,7 @@ fn parse<T: FromStr>(flag: &'static str, value: &str, allowed: &str) -> Result<T
         "--lr" => "--lr 1e-4",
         "--batch-rows" => "--batch-rows 2",
         "--recompute" => "--recompute true",
+        "--truncate" => "--truncate true",
         _ => "--seq-len 256",
     };
     value.trim().parse().map_err(|_| Error::flag(flag, value, allowed, format!("write for example {example}")))
@@ -235,7 +245,8 @@ mod tests {
     #[test]
     fn every_flag_is_set() -> Result<()> {
         let mut config = Config::default();
-        let values = ["3", "contiguous", "7", "9", "m", "d.jsonl", "o", "2e-4", "5", "96", "true", "audio,vision"];
+        let values =
+            ["3", "contiguous", "7", "9", "m", "d.jsonl", "o", "2e-4", "5", "96", "true", "audio,vision", "true"];
         for (flag, value) in Config::FLAGS.iter().zip(values) {
             config.set(flag, value)?;
         }
@@ -252,6 +263,7 @@ mod tests {
             seq_len: 96,
             recompute: true,
             freeze: vec![Part::Vision, Part::Audio],
+            truncate: true,
             ..Config::default()
         };
         assert_eq!(config, expected);
@@ -278,6 +290,8 @@ mod tests {
             ("--freeze", "visoin", ["\"visoin\"", "one or more of text, vision, audio", "--freeze vision,audio"]),
             ("--freeze", "", ["\"\"", "one or more of text, vision, audio", "--freeze vision,audio"]),
             ("--freeze", "audio", ["\"audio\"", "beside --model DIR", "leave --freeze out"]),
+            ("--truncate", "yes", ["\"yes\"", "true or false", "--truncate true"]),
+            ("--truncate", "true", ["\"true\"", "beside --data", "leave --truncate out"]),
             ("--data", "x.jsonl", ["\"x.jsonl\"", "beside --model DIR", "leave --data out"]),
             ("--model", "no-such-folder", ["\"no-such-folder\"", "config.json", "download the checkpoint"]),
             ("--out", "Cargo.toml", ["\"Cargo.toml\"", "a folder", "another name"]),

@@ -1,5 +1,6 @@
 //! From chats and texts to samples, with what a checkpoint folder has for that.
 
+use std::ops::Range;
 use std::path::Path;
 
 use candle_gemma4::Config;
@@ -52,6 +53,8 @@ pub(crate) struct Encoded {
     pub(crate) pictures: Vec<PictureSource>,
     /// Of each picture.
     pub(crate) soft_tokens: Vec<usize>,
+    /// The tokens of each picture, the opening and the closing one among them.
+    pub(crate) blocks: Vec<Range<usize>>,
 }
 
 /// A value, or the reason why a sample cannot be used.
@@ -152,7 +155,7 @@ impl Encoder {
         }
         tokens.extend(ids.into_iter().map(|id| learned(id, Part::Text)));
         tokens.push(learned(eos, Part::End));
-        Ok(Encoded { tokens, pictures: Vec::new(), soft_tokens: Vec::new() })
+        Ok(Encoded { tokens, pictures: Vec::new(), soft_tokens: Vec::new(), blocks: Vec::new() })
     }
 
     /// A chat: what the assistant wrote is learned, and the token that ends it. Its pictures are checked in full.
@@ -170,8 +173,9 @@ impl Encoder {
         };
         let image = self.image_token().is_none().then_some(self.config.image_token_id);
         self.refuse(&encoded.ids, &[image, self.config.video_token_id, self.config.audio_token_id])?;
-        let tokens = self.learned(encoder, chat, &inputs, &encoded)?;
-        Ok(Encoded { tokens, pictures, soft_tokens })
+        let blocks: Vec<_> = (0..encoded.expansions.len()).map(|picture| encoded.tokens_of_picture(picture)).collect();
+        let tokens = self.learned(encoder, chat, &inputs, &encoded, &blocks)?;
+        Ok(Encoded { tokens, pictures, soft_tokens, blocks })
     }
 
     fn with_pictures(
@@ -202,6 +206,7 @@ impl Encoder {
         chat: &Chat<'_>,
         inputs: &TemplateInputs,
         encoded: &EncodedChat,
+        blocks: &[Range<usize>],
     ) -> Fault<Vec<Token>> {
         let Some(finder) = &self.finder else { return Err("chats cannot be used".to_string()) };
         let answers = finder.find(encoder, &chat.messages, inputs, encoded).map_err(reason)?;
@@ -211,8 +216,8 @@ impl Encoder {
                 tokens[encoded.tokens_of(bytes)].iter_mut().for_each(|token| token.learned = Some(part));
             }
         }
-        for picture in 0..encoded.expansions.len() {
-            tokens[encoded.tokens_of_picture(picture)].iter_mut().for_each(|token| token.learned = None);
+        for block in blocks {
+            tokens[block.clone()].iter_mut().for_each(|token| token.learned = None);
         }
         match tokens.iter().any(|token| token.learned.is_some()) {
             true => Ok(tokens),

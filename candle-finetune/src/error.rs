@@ -106,6 +106,24 @@ pub enum Error {
         path: PathBuf,
     },
 
+    /// All samples of a data file are longer than a row, or have nothing to learn in the part that fits.
+    #[error("{}: {}; the longest of {samples}, line {line}, has {longest} tokens: {}", path.display(),
+        why_nothing_fits(*seq_len, *truncate), fix_nothing_fits(*longest, *truncate))]
+    NothingFits {
+        /// The file.
+        path: PathBuf,
+        /// Samples of the file.
+        samples: usize,
+        /// Line of the longest sample, from 1.
+        line: usize,
+        /// Tokens of the longest sample.
+        longest: usize,
+        /// Tokens of a row.
+        seq_len: usize,
+        /// Whether samples were cut.
+        truncate: bool,
+    },
+
     /// The table of digits is damaged.
     #[error("digits, line {line}: {reason}")]
     Digits {
@@ -171,6 +189,7 @@ impl Error {
             | Self::Task { .. }
             | Self::Data { .. }
             | Self::EmptyData { .. }
+            | Self::NothingFits { .. }
             | Self::SampleTooLong { .. } => true,
             Self::Cp(candle_cp::Error::RankFailed { cause, .. }) => cause.downcast_ref().is_some_and(Self::is_usage),
             Self::Gemma(error) => !matches!(error, candle_gemma4::Error::Candle(_) | candle_gemma4::Error::Cp(_)),
@@ -214,6 +233,20 @@ fn list(faults: &[LineFault]) -> String {
         text += &format!("\n  and {} more", faults.len() - SHOWN_FAULTS);
     }
     text
+}
+
+fn why_nothing_fits(seq_len: usize, truncate: bool) -> String {
+    match truncate {
+        true => format!("no sample has a learned token within the {seq_len} tokens of a row"),
+        false => format!("no sample fits a row of {seq_len} tokens"),
+    }
+}
+
+fn fix_nothing_fits(longest: usize, truncate: bool) -> String {
+    match truncate {
+        true => format!("give --seq-len {longest} to keep them whole"),
+        false => format!("give --seq-len {longest} to keep them all, or cut them with --truncate"),
+    }
 }
 
 #[cfg(test)]

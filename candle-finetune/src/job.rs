@@ -47,7 +47,7 @@ impl Job {
         let data = match (&config.model, &config.data) {
             (Some(folder), Some(path)) => {
                 let encoder = Encoder::from_folder(folder, &model)?;
-                Data::Lines(Box::new(Lines::load(path, encoder, config.seq_len)?))
+                Data::Lines(Box::new(Lines::read(path, encoder)?.fit(config.seq_len, config.truncate)?))
             }
             (Some(folder), None) => Data::digits(config, &model, &TextTokenizer::from_folder(folder)?)?,
             (None, _) => {
@@ -108,6 +108,23 @@ impl Job {
     /// The checkpoint folder that training began from.
     pub fn folder(&self) -> Option<&PathBuf> {
         self.folder.as_ref()
+    }
+
+    /// What a user should know about the data: samples that were left out or cut, fields that are not read.
+    pub fn notices(&self) -> Vec<String> {
+        self.lines().map(Lines::notices).unwrap_or_default()
+    }
+
+    /// Samples left out and samples cut, for the length of a row.
+    pub fn samples_dropped_and_cut(&self) -> (usize, usize) {
+        self.lines().map_or((0, 0), |lines| (lines.fitted().dropped(), lines.fitted().cut.len()))
+    }
+
+    fn lines(&self) -> Option<&Lines> {
+        match &self.data {
+            Data::Digits(_) => None,
+            Data::Lines(lines) => Some(lines),
+        }
     }
 
     /// What is trained on, in a few words.

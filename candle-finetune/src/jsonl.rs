@@ -1,6 +1,7 @@
 //! Training data as JSONL: every line is checked before anything is trained.
 
 mod fields;
+mod fit;
 mod reader;
 
 use std::collections::BTreeMap;
@@ -12,6 +13,9 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
+pub use self::fit::Fitted;
+use self::fit::listed;
+pub(crate) use self::fit::{counted, cut};
 use self::reader::Reader;
 use crate::encoder::{Encoded, Encoder};
 use crate::error::{Error, LineFault, Result, io};
@@ -23,6 +27,9 @@ pub struct Lines {
     encoder: Encoder,
     path: PathBuf,
     samples: Vec<Line>,
+    /// Fields that no line is read for, and the lines that have them.
+    unread: BTreeMap<String, usize>,
+    fitted: Fitted,
     /// Pictures that some rank still holds, by sample: ranks come to a sample at about the same time, and only the
     /// first one cuts.
     in_use: Mutex<BTreeMap<usize, Vec<Weak<ImagePatches>>>>,
@@ -30,17 +37,17 @@ pub struct Lines {
 
 /// A sample and its line, from 1.
 #[derive(Debug)]
-struct Line {
-    number: usize,
-    encoded: Encoded,
+pub(crate) struct Line {
+    pub(crate) number: usize,
+    pub(crate) encoded: Encoded,
 }
 
 impl Lines {
-    /// Reads and checks a file, its pictures included. Samples of more than `seq_len` tokens are faults.
+    /// Reads and checks a file, its pictures included. Samples may be of any length until [`Lines::fit`].
     ///
     /// # Errors
     /// The file cannot be read, has no sample, or has lines that cannot be used; all of those are listed.
-    pub fn load(path: &Path, encoder: Encoder, seq_len: usize) -> Result<Self> {
+    pub fn read(path: &Path, encoder: Encoder) -> Result<Self> {
         let bytes = std::fs::read(path).map_err(io("read", path))?;
         if let Some(reason) = other_format(&bytes) {
             let faults = vec![LineFault { line: 1, reason }];
@@ -48,8 +55,9 @@ impl Lines {
         }
         let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
         let folder = path.parent().map(Path::to_path_buf).unwrap_or_default();
-        let reader = Reader { encoder: &encoder, folder: &folder, seq_len };
+        let reader = Reader { encoder: &encoder, folder: &folder };
         let (mut samples, mut faults) = (Vec::new(), Vec::new());
+        let mut unread = BTreeMap::new();
         for (index, line) in bytes.split(|&byte| byte == b'\n').enumerate() {
             let line = line.strip_suffix(b"\r").unwrap_or(line);
             if line.iter().all(u8::is_ascii_whitespace) {
@@ -57,7 +65,10 @@ impl Lines {
             }
             let number = index + 1;
             match reader.read(line) {
-                Ok(encoded) => samples.push(Line { number, encoded }),
+                Ok((encoded, names)) => {
+                    samples.push(Line { number, encoded });
+                    names.into_iter().for_each(|name| *unread.entry(name).or_default() += 1);
+                }
                 Err(reason) => faults.push(LineFault { line: number, reason }),
             }
         }
@@ -66,8 +77,59 @@ impl Lines {
         }
         match samples.is_empty() {
             true => Err(Error::EmptyData { path: path.to_path_buf() }),
-            false => Ok(Self { encoder, path: path.to_path_buf(), samples, in_use: Mutex::default() }),
+            false => Ok(Self {
+                encoder,
+                path: path.to_path_buf(),
+                samples,
+                unread,
+                fitted: Fitted::default(),
+                in_use: Mutex::default(),
+            }),
         }
+    }
+
+    /// Leaves samples of more than `seq_len` tokens out, or cuts them with `truncate`: after the last token that fits, or
+    /// before the picture that this token belongs to. An answer that is cut loses the token that ends it, and a sample
+    /// without a learned token in what is left is left out too.
+    ///
+    /// # Errors
+    /// No sample is left.
+    pub fn fit(mut self, seq_len: usize, truncate: bool) -> Result<Self> {
+        let (samples, longest) = (self.samples.len(), self.samples.iter().max_by_key(|line| line.encoded.tokens.len()));
+        let (line, longest) = longest.map_or((0, 0), |line| (line.number, line.encoded.tokens.len()));
+        let mut fitted = Fitted { seq_len, samples, longest, ..Fitted::default() };
+        self.samples.retain_mut(|line| fitted.keeps(line, truncate));
+        match self.samples.is_empty() {
+            true => Err(Error::NothingFits { path: self.path, samples, line, longest, seq_len, truncate }),
+            false => Ok(Self { fitted, in_use: Mutex::default(), ..self }),
+        }
+    }
+
+    /// What [`Lines::fit`] left out or cut.
+    pub fn fitted(&self) -> &Fitted {
+        &self.fitted
+    }
+
+    /// What a user should know: fields that are not read, samples that were left out or cut.
+    pub fn notices(&self) -> Vec<String> {
+        self.unread().into_iter().chain(self.fitted.notices()).collect()
+    }
+
+    /// The fields that are not read, if there are any.
+    pub(crate) fn unread(&self) -> Option<String> {
+        let name = |(name, &lines): (&String, &usize)| format!("{name:?} ({})", counted(lines, "line"));
+        let names: Vec<String> = self.unread.iter().map(name).collect();
+        (!names.is_empty()).then(|| format!("fields that are not read: {}", listed(&names)))
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The samples in the order of their lines.
+    pub(crate) fn lines(&self) -> &[Line] {
+        &self.samples
     }
 
     /// Number of samples.
@@ -154,8 +216,9 @@ pub struct Epochs<'a> {
     rng: StdRng,
 }
 
-impl Source for Epochs<'_> {
-    fn next_sample(&mut self) -> Result<Option<Sample>> {
+impl Epochs<'_> {
+    /// The next sample's place among the lines; `None` once at the end of each epoch.
+    pub(crate) fn next_index(&mut self) -> Option<usize> {
         if !self.started {
             self.order = (0..self.lines.len()).collect();
             self.order.shuffle(&mut self.rng);
@@ -163,6 +226,12 @@ impl Source for Epochs<'_> {
         }
         let next = self.order.pop();
         self.started = next.is_some();
-        next.map(|index| self.lines.sample(index)).transpose()
+        next
+    }
+}
+
+impl Source for Epochs<'_> {
+    fn next_sample(&mut self) -> Result<Option<Sample>> {
+        self.next_index().map(|index| self.lines.sample(index)).transpose()
     }
 }

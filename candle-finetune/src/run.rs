@@ -58,6 +58,10 @@ pub struct Summary {
     pub parameters: usize,
     /// Seed.
     pub seed: u64,
+    /// Samples of the data file that were left out for the length of a row.
+    pub samples_dropped: usize,
+    /// Samples of the data file that were cut to the length of a row.
+    pub samples_cut: usize,
     /// Folder with metrics, loss curve and checkpoint.
     pub out: String,
 }
@@ -88,13 +92,14 @@ pub fn train(job: &Job, config: &Config, observer: &Observer) -> Result<Trained>
     train_with(job, config, &|_| (), observer)
 }
 
-/// Trains on `config.cp` ranks, which are threads, and evaluates; writes nothing. Rank 0 calls `notice` with everything
-/// about the loaded weights that a user should know, before the first step.
+/// Trains on `config.cp` ranks, which are threads, and evaluates; writes nothing. `notice` is called once with everything
+/// about the data, and then about the loaded weights, that a user should know, before the first step.
 ///
 /// # Errors
 /// The error of the first rank that failed, with its number; all ranks end.
 pub fn train_with(job: &Job, config: &Config, notice: &(dyn Fn(&str) + Sync), observer: &Observer) -> Result<Trained> {
     let held_out = job.held_out(config)?;
+    job.notices().iter().for_each(|found| notice(found));
     let rank = |comm: Arc<dyn Communicator>| {
         let rank = comm.rank();
         let mut trainer = Trainer::new(job, config, comm)?;
@@ -138,7 +143,7 @@ pub fn run(config: &Config, observer: &Observer) -> Result<Summary> {
     checkpoint::save(&config.out.join(CHECKPOINT_FOLDER), &job, &trained.weights)?;
     let losses: Vec<f64> = trained.reports.iter().map(|report| report.loss).collect();
     plot::loss_curve(&config.out.join(LOSS_CURVE_FILE), &losses)?;
-    Ok(summary(config, &trained, began))
+    Ok(summary(&job, config, &trained, began))
 }
 
 fn headline(job: &Job, config: &Config) -> String {
@@ -157,10 +162,11 @@ fn headline(job: &Job, config: &Config) -> String {
     )
 }
 
-fn summary(config: &Config, trained: &Trained, began: Instant) -> Summary {
+fn summary(job: &Job, config: &Config, trained: &Trained, began: Instant) -> Summary {
     let reports = &trained.reports;
     let tokens: usize = reports.iter().map(|report| report.tokens).sum();
     let last = reports.last();
+    let (samples_dropped, samples_cut) = job.samples_dropped_and_cut();
     Summary {
         accuracy: trained.scores.accuracy(&[Part::Read, Part::Repeat]),
         read_accuracy: trained.scores.accuracy(&[Part::Read]),
@@ -174,6 +180,8 @@ fn summary(config: &Config, trained: &Trained, began: Instant) -> Summary {
         tokens_per_s: last.map_or(0.0, |report| tokens as f64 / report.seconds),
         parameters: trained.weights.variables().values().map(|var| var.elem_count()).sum(),
         seed: config.seed,
+        samples_dropped,
+        samples_cut,
         out: config.out.display().to_string(),
     }
 }

@@ -31,6 +31,11 @@ pub struct Token {
     pub learned: Option<Part>,
 }
 
+/// Whether a token is learned in its place: the first one of a document never is.
+pub(crate) fn is_learned((place, token): (usize, &Token)) -> bool {
+    place > 0 && token.learned.is_some()
+}
+
 /// One document: it is kept whole, in one row.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Sample {

@@ -8,6 +8,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
 use crate::encoder::Fault;
+use crate::names;
 
 /// The kinds of line, for messages.
 pub(super) const ALLOWED: &str = "allowed are {\"messages\": [..], \"images\": [..], \"tools\": [..]}, \
@@ -38,23 +39,64 @@ impl Fields {
         Ok(fields)
     }
 
+    /// Names of the fields that nothing is taken from.
+    pub(super) fn unread(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(|(name, _)| name.as_str()).filter(|name| !KNOWN.contains(name))
+    }
+
     fn check(&self) -> Fault<()> {
-        if self.get("conversations").is_some() {
-            return Err(format!("\"conversations\" with from and value: rewrite it as \"messages\"; {ALLOWED}"));
-        }
-        if let Some((name, _)) = self.0.iter().find(|(name, _)| !KNOWN.contains(&name.as_str())) {
-            return Err(format!("unknown field \"{name}\"; {ALLOWED}"));
+        let has = |name| self.get(name).is_some();
+        match has("messages") || has("text") || (has("prompt") && has("completion")) {
+            true => self.check_spelling()?,
+            false => self.explain_no_kind()?,
         }
         let beside = |name: &str, allowed: &[&str]| match self.get(name) {
-            Some(_) => self.0.iter().find(|(other, _)| other != name && !allowed.contains(&other.as_str())),
+            Some(_) => {
+                KNOWN.iter().find(|&&other| other != name && !allowed.contains(&other) && self.get(other).is_some())
+            }
             None => None,
         };
         for (name, allowed) in [("text", &[][..]), ("messages", &["images", "tools"])] {
-            if let Some((other, _)) = beside(name, allowed) {
+            if let Some(other) = beside(name, allowed) {
                 return Err(format!("\"{name}\" beside \"{other}\": a line is of one kind; {ALLOWED}"));
             }
         }
         Ok(())
+    }
+
+    /// Fails if a field looks like one that may lack: what it holds would be missed without a word.
+    fn check_spelling(&self) -> Fault<()> {
+        let may_lack = match (self.get("text"), self.get("messages")) {
+            (Some(_), _) => &[][..],
+            (None, Some(_)) => &["images", "tools"],
+            (None, None) => &["images"],
+        };
+        for &name in may_lack.iter().filter(|name| self.get(name).is_none()) {
+            if let Some(other) = self.unread().find(|other| names::edits(&other.to_lowercase(), name) <= 1) {
+                return Err(format!(
+                    "unknown field \"{other}\" and no \"{name}\": write \"{name}\", or call it otherwise if it is not meant to be read"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Fails with the most helpful reason if the fields are of no kind of line and there is more to say than which one
+    /// is absent.
+    fn explain_no_kind(&self) -> Fault<()> {
+        if self.get("conversations").is_some() {
+            return Err(format!("\"conversations\" with from and value: rewrite it as \"messages\"; {ALLOWED}"));
+        }
+        let absent: Vec<&str> = KNOWN.into_iter().filter(|name| self.get(name).is_none()).collect();
+        if let Some((other, name)) = self.unread().find_map(|other| Some((other, names::nearest(other, &absent)?))) {
+            return Err(format!("unknown field \"{other}\"; is \"{name}\" meant? {ALLOWED}"));
+        }
+        match self.unread().next() {
+            Some(other) if self.0.iter().all(|(name, _)| !KNOWN.contains(&name.as_str())) => {
+                Err(format!("no field to learn from; \"{other}\" is unknown; {ALLOWED}"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// A field, if it is there and not null.

@@ -12,25 +12,18 @@ pub(super) struct Reader<'a> {
     pub(super) encoder: &'a Encoder,
     /// Where relative paths of pictures start.
     pub(super) folder: &'a Path,
-    pub(super) seq_len: usize,
 }
 
 impl Reader<'_> {
-    pub(super) fn read(&self, line: &[u8]) -> Fault<Encoded> {
+    /// The sample, and the names of the fields that are not read.
+    pub(super) fn read(&self, line: &[u8]) -> Fault<(Encoded, Vec<String>)> {
         let fields = Fields::parse(line)?;
         let encoded = match (fields.get("text"), fields.get("messages")) {
             (Some(_), _) => self.text(fields.text("text")?)?,
             (None, Some(_)) => self.encoder.chat(&self.messages(&fields)?)?,
             (None, None) => self.encoder.chat(&self.pair(&fields)?)?,
         };
-        let tokens = encoded.tokens.len();
-        match tokens > self.seq_len {
-            true => Err(format!(
-                "{tokens} tokens, but a row has {}; raise --seq-len to at least {tokens} or shorten the line",
-                self.seq_len
-            )),
-            false => Ok(encoded),
-        }
+        Ok((encoded, fields.unread().map(str::to_string).collect()))
     }
 
     fn text(&self, text: &str) -> Fault<Encoded> {
