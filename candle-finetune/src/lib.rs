@@ -9,6 +9,7 @@ mod encoder;
 mod error;
 mod evaluate;
 mod gradients;
+pub mod hub;
 mod images;
 mod job;
 pub mod jsonl;
