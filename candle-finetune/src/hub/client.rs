@@ -105,7 +105,6 @@ impl<'a> Client<'a> {
             .timeout_connect(options.timeout)
             .timeout_read(options.timeout)
             .timeout_write(options.timeout)
-            .max_idle_connections(0)
             .user_agent(concat!("candle-finetune/", env!("CARGO_PKG_VERSION")));
         if let Some(proxy) = &options.proxy {
             let what = "the proxy";

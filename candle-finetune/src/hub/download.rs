@@ -117,6 +117,10 @@ impl Blob<'_> {
             };
             match outcome {
                 Ok(Received::Bytes) => {}
+                Ok(Received::StartAgain(reason)) if attempts > options.retries => {
+                    let reason = format!("{}: {reason}", self.file);
+                    return Err(HubError::Answer { url: options.endpoint.clone(), reason });
+                }
                 Ok(Received::StartAgain(reason)) => {
                     file.set_len(0).map_err(io_at("empty", part, 0))?;
                     progress(&PullEvent::Restarted { file: self.file, reason });

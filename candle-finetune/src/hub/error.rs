@@ -155,11 +155,7 @@ pub enum HubError {
     },
 
     /// The Hub or its storage answers with an error that is not about this model.
-    #[error("{url} answered {status}{}; {}", said(body), if *status == 429 {
-        "too many requests: wait some minutes, or set HF_TOKEN for a higher limit"
-    } else {
-        "try again later; what was received so far is kept"
-    })]
+    #[error("{url} answered {status}{}; {}", said(body), advice(*status))]
     Status {
         /// What was asked for.
         url: String,
@@ -292,6 +288,14 @@ fn known(names: &[String]) -> String {
     match names.is_empty() {
         true => "give a branch, a tag or a whole commit hash that it has".to_string(),
         false => format!("there are {}, and every whole commit hash", shown(names)),
+    }
+}
+
+fn advice(status: u16) -> &'static str {
+    match status {
+        401 | 403 => "access is forbidden: set HF_TOKEN to a token that may read the model, or ask who runs the proxy",
+        429 => "too many requests: wait some minutes, or set HF_TOKEN for a higher limit",
+        _ => "try again later; what was received so far is kept",
     }
 }
 
