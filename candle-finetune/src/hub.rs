@@ -167,8 +167,9 @@ impl Pull<'_> {
             blob.pull(self.client, self.options, progress)?;
             progress(&PullEvent::Stored { file });
         }
+        self.cache.link(commit, file, &head.etag)?;
         drop(lock);
-        self.cache.link(commit, file, &head.etag)
+        Ok(())
     }
 
     fn head(&self, commit: &str, file: &str) -> Result<client::FileHead> {

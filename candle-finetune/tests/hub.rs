@@ -197,9 +197,13 @@ fn a_mirror_redirects_and_the_token_stays_at_the_hub() {
     let exchange: Vec<serde_json::Value> = serde_json::from_str(text).unwrap();
     for answer in exchange.iter().filter(|answer| answer["request"].is_string()) {
         let headers = answer["headers"].as_object().unwrap();
-        let headers = headers.iter().map(|(key, value)| (key.clone(), value.as_str().unwrap().to_string())).collect();
+        let headers = headers.iter().map(|(key, value)| (key.clone(), value.as_str().unwrap().to_string()));
         let line = answer["request"].as_str().unwrap().replace("/main/", "/0123abc/");
         let status = u16::try_from(answer["status"].as_u64().unwrap()).unwrap();
+        let headers: Vec<_> = headers.collect();
+        if status >= 300 {
+            setting.hub.repository().script.insert(line.replace("HEAD", "GET"), (status, headers.clone()));
+        }
         setting.hub.repository().script.insert(line, (status, headers));
     }
     let folder = setting.pull("org/tiny").unwrap();
@@ -208,7 +212,8 @@ fn a_mirror_redirects_and_the_token_stays_at_the_hub() {
     assert_eq!(fs::read_link(folder.join(WEIGHTS)).unwrap(), Path::new("../../blobs/sha9"));
     setting.assert_whole(&folder);
     let log = setting.hub.take_log();
-    assert!(log.iter().any(|seen| seen.at_storage) && log.iter().any(|seen| seen.line.contains("/api/resolve-cache/")));
+    assert!(log.iter().any(|seen| seen.line == "GET /blob/9" && seen.at_storage));
+    assert!(log.iter().any(|seen| seen.line.contains("/api/resolve-cache/")));
     for seen in log {
         let token = seen.headers.get("authorization").map(String::as_str);
         assert_eq!(token, (!seen.at_storage).then_some("Bearer hf_test"), "{}", seen.line);

@@ -85,7 +85,9 @@ impl Cache {
         symlink(&target, &name, &self.blob(etag)).map_err(io_at("link", &name, 0))
     }
 
-    /// Says that the revision is this commit. Comes last, so that a revision in the cache is whole.
+    /// Says that the revision is this commit.
+    ///
+    /// DIFFERENCE: Python's library says so before it pulls. Here it comes last, so that what a revision names is whole.
     pub(super) fn set_revision(&self, revision: &str, commit: &str) -> Result<()> {
         if revision == commit {
             return Ok(());

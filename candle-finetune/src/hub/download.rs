@@ -101,7 +101,7 @@ impl Blob<'_> {
             if start == self.size {
                 return Ok(());
             }
-            if start > furthest {
+            if start > furthest && start < self.size {
                 (furthest, attempts) = (start, 0);
             }
             if attempts > options.retries {
