@@ -18,8 +18,7 @@ const MAX_TEXT: u64 = 32 << 20;
 /// Characters of an error text that a message shows.
 const SHOWN_TEXT: usize = 200;
 
-/// Asks the Hub about one model.
-#[derive(Debug)]
+/// Asks the Hub about one model. Not `Debug`: it holds the token.
 pub(super) struct Client<'a> {
     agent: Agent,
     endpoint: Url,

@@ -6,9 +6,8 @@ use candle_core::Tensor;
 use candle_finetune::hub::HubOptions;
 use candle_finetune::{CHECKPOINT_FOLDER, Config, Job, run, train};
 
-// One Hub for all tests; this one does not use every behaviour of it.
+// One Hub for several tests; this one does not use every behaviour of it.
 #[allow(dead_code)]
-#[path = "../candle-finetune/tests/fake_hub/mod.rs"]
 mod fake_hub;
 
 use fake_hub::{Body, FakeHub};
@@ -19,7 +18,7 @@ fn values(tensor: &Tensor) -> Vec<f32> {
 
 #[test]
 fn a_name_becomes_a_fine_tuned_folder() {
-    let checkpoint = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/gemma4-dense/checkpoint");
+    let checkpoint = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/gemma4-dense/checkpoint");
     let files: Vec<(String, Vec<u8>)> = checkpoint
         .read_dir()
         .unwrap()
