@@ -334,6 +334,27 @@ fn a_server_that_sends_too_much() {
 }
 
 #[test]
+fn a_storage_that_sends_another_part_or_refuses() {
+    let setting = setting();
+    setting.bodies([Body::Cut(1000), Body::OtherPart]);
+    let (notes, folder) = setting.notes();
+    assert_eq!(notes, ["restarted"]);
+    setting.assert_whole(&folder.unwrap());
+
+    // The address of the storage carries a signature, which no message shows; the token has no part in it.
+    let setting = self::setting();
+    for (status, part) in [(403, "access is forbidden"), (404, "try again later"), (416, "try again later")] {
+        setting.bodies([Body::Status(status)]);
+        setting.fails("org/tiny", &["/blob/model.safetensors answered", &status.to_string(), part]);
+    }
+    fs::write(setting.part(), &weights()[..1000]).unwrap();
+    setting.bodies([Body::Status(416)]);
+    let (notes, folder) = setting.notes();
+    assert_eq!(notes, ["restarted"]);
+    setting.assert_whole(&folder.unwrap());
+}
+
+#[test]
 fn refusals_say_what_to_do() {
     for (status, code, all, token, parts) in [
         (401, "GatedRepo", false, false, ["is gated: log in, accept its licence at", "/org/tiny", "set HF_TOKEN"]),

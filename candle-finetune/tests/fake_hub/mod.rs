@@ -21,6 +21,8 @@ pub enum Body {
     Changed,
     /// A byte more than the file has.
     TooLong,
+    /// Status 206 with the part after the one that was asked for.
+    OtherPart,
     /// An error of the storage.
     Status(u16),
 }
@@ -147,8 +149,8 @@ fn answer(
     repository.log.push(Seen { at_storage, line: line.clone(), headers });
     let (status, mut head, body) = match repository.script.get(&line) {
         Some((status, head)) => (*status, head.clone(), Vec::new()),
-        None if at_storage => repository.from_storage(&path, range),
-        None => repository.from_hub(&path, storage),
+        None if at_storage => repository.storage_answer(&path, range),
+        None => repository.hub_answer(&path, storage),
     };
     drop(repository);
     head.push(("connection".to_string(), "close".to_string()));
@@ -180,7 +182,7 @@ impl Repository {
         reply(status, if self.codes && !code.is_empty() { &head } else { &[] }, "{\"error\": \"no\"}")
     }
 
-    fn from_hub(&self, path: &str, storage: u16) -> Answer {
+    fn hub_answer(&self, path: &str, storage: u16) -> Answer {
         if let Some(rest) = self.earlier_name.as_ref().and_then(|name| path.strip_prefix(&format!("/{name}/"))) {
             return reply(307, &[("location", &format!("/{}/{rest}", self.name))], "");
         }
@@ -241,7 +243,7 @@ impl Repository {
         format!("{{\"branches\": [{names}], \"converts\": [], \"tags\": []}}")
     }
 
-    fn from_storage(&mut self, path: &str, range: Option<usize>) -> Answer {
+    fn storage_answer(&mut self, path: &str, range: Option<usize>) -> Answer {
         let file = path.rsplit('/').next().unwrap();
         // A fixed answer of the Hub may name the place of the one large file as it likes.
         let named = self.files.get(file).or_else(|| self.files.get(self.large.first()?));
@@ -272,6 +274,7 @@ impl Repository {
                 honest(start, &changed)
             }
             Some(Body::TooLong) => reply(200, &[], [content, vec![0]].concat()),
+            Some(Body::OtherPart) => honest(start + 100, &content),
             Some(Body::Status(status)) => reply(status, &[], "busy"),
         }
     }
