@@ -453,6 +453,7 @@ fn answers_that_are_not_the_hubs() {
     for (line, status, headers, part) in [
         (head.as_str(), 200, vec![], "ETag of model.safetensors"),
         (&head, 200, vec![header("etag", "\"../../../x\"")], "ETag of model.safetensors"),
+        (&head, 200, vec![header("etag", "\"..\"")], "ETag of model.safetensors"),
         (&head, 302, vec![header("location", "/org/tiny/resolve/0123abc/model.safetensors")], "redirects"),
         (&head, 302, vec![header("location", "http://[")], "a redirect to"),
         (list, 200, vec![], "EOF"),
