@@ -8,6 +8,7 @@ use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use candle_cp::prepare_process;
+use candle_finetune::hub::{HubOptions, PullBar};
 use candle_finetune::{Config, Error, Inspection, inspect, run};
 use clap::Parser;
 
@@ -28,8 +29,10 @@ struct Flags {
     /// Seed of fresh weights and of the order of the data [default: 0]
     #[arg(long, value_name = "N", allow_hyphen_values = true)]
     seed: Option<String>,
-    /// Checkpoint folder of any Gemma 4 in Hugging Face layout (config.json, tokenizer.json, chat template, weights)
-    #[arg(long, value_name = "DIR")]
+    /// Any Gemma 4: a folder in Hugging Face layout (config.json, tokenizer.json, chat template, weights), or org/name or
+    /// org/name@revision on the Hugging Face Hub, pulled once into the cache that Python shares (HF_TOKEN, HF_HOME,
+    /// HF_ENDPOINT, HF_HUB_OFFLINE)
+    #[arg(long, value_name = "DIR|ORG/NAME")]
     model: Option<String>,
     /// Lines {"messages"}, {"prompt", "completion", "images"} or {"text"}; needs --model
     #[arg(long, value_name = "FILE.jsonl")]
@@ -107,6 +110,9 @@ fn finetune(flags: Flags, terminal: bool) -> Result<String, Error> {
             config.set(flag, &value)?;
         }
     }
+    let hub = HubOptions::from_vars(|name| std::env::var(name).ok());
+    let mut bar = PullBar::default();
+    config.resolve_model(&hub, &mut |event| bar.show(event))?;
     if flags.inspect {
         let inspection = Inspection::from_flags(flags.inspect_line.as_deref(), flags.color.as_deref(), terminal)?;
         return inspect(&config, &inspection);

@@ -7,6 +7,7 @@ use candle_cp::LayoutKind;
 use candle_gemma4::Part;
 
 use crate::error::{Error, Result};
+use crate::hub::{HubOptions, PullEvent, resolve_model};
 use crate::optimizer::AdamWConfig;
 
 /// Most ranks that one process may start as threads.
@@ -25,7 +26,8 @@ pub struct Config {
     pub steps: usize,
     /// `--seed`: of fresh weights and of the order of the data.
     pub seed: u64,
-    /// `--model`: a checkpoint folder; `None` trains the small built-in model from nothing.
+    /// `--model`: a checkpoint folder; `None` trains the small built-in model from nothing. A name on the Hub becomes a
+    /// folder by [`Config::resolve_model`].
     pub model: Option<PathBuf>,
     /// `--data`: a JSONL file; `None` trains on the built-in digits.
     pub data: Option<PathBuf>,
@@ -138,11 +140,36 @@ impl Config {
         self.freeze.iter().map(Part::to_string).collect::<Vec<_>>().join(",")
     }
 
+    /// Turns a name on the Hub into its folder, as [`resolve_model`] does; pulls it if need be. The other settings are
+    /// checked first: a wrong one should not be told after a long pull.
+    ///
+    /// # Errors
+    /// A setting that cannot be used; a model that cannot be had.
+    pub fn resolve_model(&mut self, options: &HubOptions, progress: &mut dyn FnMut(&PullEvent)) -> Result<()> {
+        self.validate_all_but_model()?;
+        if let Some(model) = self.model.as_deref().filter(|model| !model.is_dir()) {
+            self.model = Some(resolve_model(&model.to_string_lossy(), options, progress)?);
+        }
+        Ok(())
+    }
+
     /// Checks values and their combination; nothing is read or written yet but the paths are looked at.
     ///
     /// # Errors
     /// The first flag that cannot be used.
     pub fn validate(&self) -> Result<()> {
+        self.validate_all_but_model()?;
+        match &self.model {
+            Some(model) if !model.join(candle_gemma4::CONFIG_FILE).is_file() => {
+                let allowed = "a folder with config.json, tokenizer.json and model.safetensors (or its index)";
+                let fix = "download the checkpoint first and give the folder, not a file in it";
+                Err(Error::flag("--model", model.display(), allowed, fix))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn validate_all_but_model(&self) -> Result<()> {
         let at_least_one = "a whole number of at least 1";
         in_range("--cp", self.cp, MAX_RANKS, "ranks are threads of this process; 2 is a good start")?;
         in_range("--seq-len", self.seq_len, MAX_SEQ_LEN, "a row has to hold the longest document")?;
@@ -176,20 +203,11 @@ impl Config {
                 return Err(Error::flag("--data", data.display(), "an existing JSONL file", fix));
             }
         }
-        match &self.model {
-            Some(model) if !model.join(candle_gemma4::CONFIG_FILE).is_file() => {
-                let allowed = "a folder with config.json, tokenizer.json and model.safetensors (or its index)";
-                let fix = "download the checkpoint first and give the folder, not a file in it";
-                Err(Error::flag("--model", model.display(), allowed, fix))
-            }
-            _ if self.out.exists() && !self.out.is_dir() => Err(Error::flag(
-                "--out",
-                self.out.display(),
-                "a folder, which is made if need be",
-                "choose another name",
-            )),
-            _ => Ok(()),
+        if self.out.exists() && !self.out.is_dir() {
+            let allowed = "a folder, which is made if need be";
+            return Err(Error::flag("--out", self.out.display(), allowed, "choose another name"));
         }
+        Ok(())
     }
 }
 

@@ -22,6 +22,10 @@ pub enum Error {
     #[error(transparent)]
     Gemma(#[from] candle_gemma4::Error),
 
+    /// A model's name could not be turned into a folder.
+    #[error("--model: {0}")]
+    Hub(#[from] crate::hub::HubError),
+
     /// A flag has a value that cannot be used.
     #[error("{flag} {value:?}: allowed is {allowed}; {fix}")]
     Flag {
@@ -192,6 +196,7 @@ impl Error {
             | Self::NothingFits { .. }
             | Self::SampleTooLong { .. } => true,
             Self::Cp(candle_cp::Error::RankFailed { cause, .. }) => cause.downcast_ref().is_some_and(Self::is_usage),
+            Self::Hub(error) => error.is_usage(),
             Self::Gemma(error) => !matches!(error, candle_gemma4::Error::Candle(_) | candle_gemma4::Error::Cp(_)),
             Self::Candle(_)
             | Self::Cp(_)

@@ -10,6 +10,7 @@ mod error;
 mod evaluate;
 mod gradients;
 mod histogram;
+pub mod hub;
 mod images;
 mod inspect;
 mod job;
