@@ -1,5 +1,4 @@
-//! Parity with Hugging Face transformers, sharded and not: model goldens, attention goldens, lengths that divide by
-//! nothing; and proof that the comparison notices what is wrong.
+//! The parity tool: attention goldens, lengths that divide by nothing; and proof that the comparison notices what is wrong.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -41,51 +40,8 @@ fn names(tensors: &Tensors) -> BTreeSet<&str> {
     tensors.keys().map(String::as_str).collect()
 }
 
-fn compared(report: &Report) -> BTreeSet<&str> {
-    report.comparisons.iter().map(|c| c.name.as_str()).collect()
-}
-
 fn failed(report: &Report) -> Vec<&str> {
     report.comparisons.iter().filter(|c| !c.passed()).map(|c| c.name.as_str()).collect()
-}
-
-/// Every tensor of the file is compared, and passes, at every split.
-fn check_golden(name: &str, with_gradients: bool) {
-    let (checkpoint, case) = (checkpoint(), golden_case(name));
-    let reference = with_gradients.then(|| read_tensors(&golden(&format!("{name}.grads"))).unwrap());
-    let results: BTreeSet<&str> = names(case.tensors()).into_iter().filter(|name| !GIVEN.contains(name)).collect();
-    for (ranks, layout) in splits(&RANKS) {
-        let computed = checkpoint.run(&case, &Settings { ranks, layout, gradients: with_gradients }).unwrap();
-        let report = compare_case(&case, &computed.tensors).unwrap();
-        assert!(report.passed(), "{name}, cp {ranks}, {layout}\n{report}");
-        assert_eq!(compared(&report), results, "{:?}", report.not_compared);
-        if let Some(reference) = &reference {
-            let report = compare_gradients(reference, &computed.gradients).unwrap();
-            assert!(report.passed(), "gradients of {name}, cp {ranks}, {layout}\n{report}");
-            assert_eq!(compared(&report), names(reference));
-            assert_eq!(report.not_compared, []);
-        }
-    }
-}
-
-#[test]
-fn text() {
-    check_golden("case1_text", false);
-}
-
-#[test]
-fn images_with_gradients() {
-    check_golden("case2_images", true);
-}
-
-#[test]
-fn padded_batch() {
-    check_golden("case3_padded", false);
-}
-
-#[test]
-fn packed_documents_with_gradients() {
-    check_golden("case4_packed", true);
 }
 
 const IMAGE: u32 = 19;

@@ -175,28 +175,17 @@ impl RingAttention {
             d_key_value: vec![<T::Acc as Real>::ZERO; 2 * length],
         };
         ring::run(self.comm.as_ref(), &self.plan, wire::<T>(k), true, &mut pass)?;
-        let device = candle_core::Device::Cpu;
         let mut d_key = pass.d_key_value;
         let d_value = d_key.split_off(length);
-        let tensor = |data, [b, h, s, d]: [usize; 4]| match self.order {
-            Order::HeadsFirst => Tensor::from_vec(data, (b, h, s, d), &device),
-            Order::TokensFirst => Tensor::from_vec(data, (b, s, h, d), &device),
+        let [b, h, s, d] = q.dims();
+        let q_dims = match self.order {
+            Order::HeadsFirst => (b, h, s, d),
+            Order::TokensFirst => (b, s, h, d),
         };
-        let dq = tensor(pass.d_query.finish::<T>(self.order), q.dims())?;
-        let dk = tensor(self.in_order::<T>(d_key, k.dims()), k.dims())?;
-        let dv = tensor(self.in_order::<T>(d_value, k.dims()), k.dims())?;
+        let dq = Tensor::from_vec(pass.d_query.finish::<T>(self.order), q_dims, &candle_core::Device::Cpu)?;
+        let dk = ring::narrowed::<T>(d_key, k.dims(), self.order)?;
+        let dv = ring::narrowed::<T>(d_value, k.dims(), self.order)?;
         Ok((dq, dk, dv))
-    }
-}
-
-impl RingAttention {
-    /// Sums `[B, H, S, D]` in the order and the type of the operands.
-    fn in_order<T: Element>(&self, sums: Vec<T::Acc>, [b, h, s, d]: [usize; 4]) -> Vec<T> {
-        if self.order == Order::HeadsFirst {
-            return T::narrow_all(sums);
-        }
-        let view = Heads::contiguous(&sums, [b, h, s], d);
-        self.order.collect([b, h, s], d, |row, head, token| view.token(row, head, token), T::narrow)
     }
 }
 
@@ -312,16 +301,8 @@ impl<T: Element> Pass for BackwardPass<'_, T> {
     }
 
     fn returned(&mut self, ranges: &[Range<usize>], gradient: &Tensor) -> Result<()> {
-        let [batch, heads, keys, d] = self.common.keys.dims();
         let incoming = gradient.flatten_all()?.to_vec1::<T::Acc>()?;
-        let mut rows = incoming.chunks(d);
-        for head in 0..2 * batch * heads {
-            for token in ranges.iter().cloned().flatten() {
-                let start = (head * keys + token) * d;
-                let row = rows.next().expect("the shape of the message was checked");
-                self.d_key_value[start..start + d].iter_mut().zip(row).for_each(|(a, &b)| *a += b);
-            }
-        }
+        ring::add_rows(&mut self.d_key_value, self.common.keys.dims(), ranges, &incoming, |x| x);
         Ok(())
     }
 }

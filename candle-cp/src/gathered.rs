@@ -135,24 +135,12 @@ impl Gather {
         });
         ring::give_back(self.comm.as_ref(), &self.plan, wire, gradients, |ranges, gradient| {
             let incoming = gradient.flatten_all()?.to_vec1::<T>()?;
-            let mut rows = incoming.chunks(head_dim);
-            for head in 0..2 * batch * heads {
-                for token in ranges.iter().cloned().flatten() {
-                    let start = (head * own + token) * head_dim;
-                    let row = rows.next().expect("the shape of the message was checked");
-                    sums[start..start + head_dim].iter_mut().zip(row).for_each(|(sum, x)| *sum += x.widen());
-                }
-            }
+            ring::add_rows(&mut sums, keys.dims(), ranges, &incoming, T::widen);
             Ok(())
         })?;
         let d_values = sums.split_off(batch * heads * own * head_dim);
-        let in_order = |sums: Vec<T::Acc>| -> Result<Tensor> {
-            let view = Heads::contiguous(&sums, [batch, heads, own], head_dim);
-            let token = |row, head, token| view.token(row, head, token);
-            let numbers = Order::TokensFirst.collect([batch, heads, own], head_dim, token, T::narrow);
-            Ok(Tensor::from_vec(numbers, (batch, own, heads, head_dim), &Device::Cpu)?)
-        };
-        Ok((in_order(sums)?, in_order(d_values)?))
+        let narrowed = |sums| ring::narrowed::<T>(sums, keys.dims(), Order::TokensFirst);
+        Ok((narrowed(sums)?, narrowed(d_values)?))
     }
 }
 

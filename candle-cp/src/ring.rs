@@ -9,7 +9,8 @@ use crate::element::{Element, Operand};
 use crate::error::Result;
 use crate::plan::{AttentionPlan, Edge, Hop};
 use candle_core::{DType, Device, Tensor};
-use std::ops::Range;
+use candle_cp_kernels::{Heads, Order};
+use std::ops::{AddAssign, Range};
 
 /// What travels: shape of keys and values, apart from the number of keys.
 #[derive(Debug, Clone, Copy)]
@@ -133,6 +134,37 @@ pub(crate) fn pack_into<T: Element>(
             }
         }
     }
+}
+
+/// Adds what came home for `ranges` to sums of keys and values `[2, B, Hkv, keys, D]`; `dims` is `[B, Hkv, keys, D]`.
+pub(crate) fn add_rows<A: AddAssign, X: Copy>(
+    sums: &mut [A],
+    [batch, heads, keys, head_dim]: [usize; 4],
+    ranges: &[Range<usize>],
+    incoming: &[X],
+    widen: impl Fn(X) -> A,
+) {
+    let mut rows = incoming.chunks(head_dim);
+    for head in 0..2 * batch * heads {
+        for token in ranges.iter().cloned().flatten() {
+            let start = (head * keys + token) * head_dim;
+            let row = rows.next().expect("the shape of the message was checked");
+            sums[start..start + head_dim].iter_mut().zip(row).for_each(|(sum, &x)| *sum += widen(x));
+        }
+    }
+}
+
+/// Sums `[B, H, S, D]` as a tensor of the operands' type and order.
+pub(crate) fn narrowed<T: Element>(sums: Vec<T::Acc>, [b, h, s, d]: [usize; 4], order: Order) -> Result<Tensor> {
+    let device = Device::Cpu;
+    Ok(match order {
+        Order::HeadsFirst => Tensor::from_vec(T::narrow_all(sums), (b, h, s, d), &device)?,
+        Order::TokensFirst => {
+            let view = Heads::contiguous(&sums, [b, h, s], d);
+            let token = |row, head, token| view.token(row, head, token);
+            Tensor::from_vec(order.collect([b, h, s], d, token, T::narrow), (b, s, h, d), &device)?
+        }
+    })
 }
 
 struct Ring<'a> {

@@ -3,12 +3,12 @@
 use candle_core::{D, Tensor};
 
 use crate::config::{Config, PatchEmbedderConfig};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::features::Features;
 use crate::linear::Linear;
 use crate::names;
 use crate::norm::{RmsNorm, wide};
-use crate::patches::read_positions;
+use crate::patches::{check_shapes, read_positions};
 use crate::tap::Tap;
 use crate::weights::Weights;
 
@@ -51,6 +51,8 @@ pub(crate) struct PatchEmbedder {
     projection_norm: RmsNorm,
     projection: Linear,
     patch_len: usize,
+    /// Of a patch, in pixels.
+    side: usize,
 }
 
 impl PatchEmbedder {
@@ -72,29 +74,14 @@ impl PatchEmbedder {
             projection_norm: RmsNorm { weight: None, eps: shape.rms_norm_eps },
             projection: Linear::plain(projection),
             patch_len,
+            side: shape.patch_size * shape.pooling_kernel_size,
         })
     }
 
     /// `pixel_values [images, patches, 3 side^2]` in 0..1, `position_ids [images, patches, 2]`: one soft token per patch,
     /// in the order in which they are given; padding, (-1, -1), is left out.
     pub(crate) fn forward(&self, pixel_values: &Tensor, position_ids: &Tensor, tap: &mut dyn Tap) -> Result<Features> {
-        let (images, patches) = match *pixel_values.dims() {
-            [images, patches, len] if len == self.patch_len && patches > 0 => (images, patches),
-            ref dims => {
-                return Err(Error::Input {
-                    name: "pixel_values",
-                    found: format!("{dims:?}"),
-                    expected: format!("[images, patches, {}] (3 colours of a patch)", self.patch_len),
-                });
-            }
-        };
-        if position_ids.dims() != [images, patches, 2] {
-            return Err(Error::Input {
-                name: "image_position_ids",
-                found: format!("{:?}", position_ids.dims()),
-                expected: format!("{:?}, to fit pixel_values", [images, patches, 2]),
-            });
-        }
+        let (images, patches) = check_shapes(pixel_values, position_ids, self.patch_len, self.side)?;
         let limit = self.position_table.dim(0)?;
         let positions = read_positions(position_ids, limit, "vision_config.mm_posemb_size")?;
 

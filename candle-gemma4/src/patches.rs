@@ -39,6 +39,29 @@ impl Patches {
     }
 }
 
+/// Images and patches per image, if `pixel_values [images, patches, patch_len]` and `position_ids [images, patches, 2]` fit
+/// the model and each other. A patch is a square of pixels with this `side`.
+pub(crate) fn check_shapes(
+    pixel_values: &Tensor,
+    position_ids: &Tensor,
+    patch_len: usize,
+    side: usize,
+) -> Result<(usize, usize)> {
+    let wrong = |name, found: &Tensor, expected| Error::Input { name, found: format!("{:?}", found.dims()), expected };
+    let (images, patches) = match *pixel_values.dims() {
+        [images, patches, len] if len == patch_len && patches > 0 => (images, patches),
+        _ => {
+            let expected = format!("[images, patches, {patch_len}] (3 colours, patch_size {side})");
+            return Err(wrong("pixel_values", pixel_values, expected));
+        }
+    };
+    let expected = [images, patches, 2];
+    match position_ids.dims() == expected {
+        true => Ok((images, patches)),
+        false => Err(wrong("image_position_ids", position_ids, format!("{expected:?}, to fit pixel_values"))),
+    }
+}
+
 /// `(x, y)` of every patch of `[images, patches, 2]`, image by image; `None` for padding. `setting` is the field of the
 /// configuration that `limit` is from.
 pub(crate) fn read_positions(position_ids: &Tensor, limit: usize, setting: &str) -> Result<Vec<Option<(u32, u32)>>> {

@@ -4,13 +4,13 @@ use candle_core::{D, Tensor};
 use candle_cp::{CpContext, Tokens};
 
 use crate::config::{Config, VisionConfig};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::features::Features;
 use crate::layer::{Layer, LayerShape};
 use crate::linear::Linear;
 use crate::names;
 use crate::norm::{RmsNorm, wide};
-use crate::patches::Patches;
+use crate::patches::{Patches, check_shapes};
 use crate::rope::Rope;
 use crate::tap::{Tap, record_numbered};
 use crate::weights::Weights;
@@ -66,7 +66,7 @@ impl VisionTower {
 
     /// `pixel_values [images, patches, 3 p p]` in 0..1, `position_ids [images, patches, 2]`.
     pub(crate) fn forward(&self, pixel_values: &Tensor, position_ids: &Tensor, tap: &mut dyn Tap) -> Result<Features> {
-        self.check_shapes(pixel_values, position_ids)?;
+        check_shapes(pixel_values, position_ids, self.vision.patch_len(), self.vision.patch_size)?;
         let patches = Patches::read(position_ids, &self.vision)?;
         if patches.pooled.is_empty() {
             let features_th = Tensor::zeros((0, self.text_hidden), self.position_table.dtype(), pixel_values.device())?;
@@ -86,32 +86,6 @@ impl VisionTower {
         let features_th = self.projection.forward(&self.projection_norm.forward(&pooled_tw)?)?;
         tap.record("vision.features", &features_th)?;
         Ok(Features { features_th, per_item: patches.soft_tokens })
-    }
-
-    fn check_shapes(&self, pixel_values: &Tensor, position_ids: &Tensor) -> Result<()> {
-        let patch_len = self.vision.patch_len();
-        match pixel_values.dims() {
-            &[_, patches, len] if len == patch_len && patches > 0 => {}
-            dims => {
-                return Err(Error::Input {
-                    name: "pixel_values",
-                    found: format!("{dims:?}"),
-                    expected: format!(
-                        "[images, patches, {patch_len}] (3 colours, patch_size {})",
-                        self.vision.patch_size
-                    ),
-                });
-            }
-        }
-        let expected = [pixel_values.dims()[0], pixel_values.dims()[1], 2];
-        match position_ids.dims() == expected {
-            true => Ok(()),
-            false => Err(Error::Input {
-                name: "image_position_ids",
-                found: format!("{:?}", position_ids.dims()),
-                expected: format!("{expected:?}, to fit pixel_values"),
-            }),
-        }
     }
 
     /// Projects pixels from -1 to 1 and adds the two axes' position embeddings; padding has no position.

@@ -72,7 +72,7 @@ impl Fields {
             (None, None) => &["images"],
         };
         for &name in may_lack.iter().filter(|name| self.get(name).is_none()) {
-            if let Some(other) = self.unread().find(|other| names::edits(&other.to_lowercase(), name) <= 1) {
+            if let Some(other) = self.unread().find(|other| strsim::osa_distance(&other.to_lowercase(), name) <= 1) {
                 return Err(format!(
                     "unknown field \"{other}\" and no \"{name}\": write \"{name}\", or call it otherwise if it is not meant to be read"
                 ));
