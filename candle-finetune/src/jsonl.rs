@@ -1,5 +1,6 @@
 //! Training data as JSONL: every line is checked before anything is trained.
 
+mod epochs;
 mod fields;
 mod fit;
 mod reader;
@@ -9,17 +10,15 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use candle_vlm_processor::ImagePatches;
-use rand::SeedableRng;
-use rand::rngs::StdRng;
-use rand::seq::SliceRandom;
 
+pub use self::epochs::Epochs;
 pub use self::fit::Fitted;
 use self::fit::listed;
 pub(crate) use self::fit::{counted, cut};
 use self::reader::Reader;
 use crate::encoder::{Encoded, Encoder};
 use crate::error::{Error, LineFault, Result, io};
-use crate::sample::{Sample, Source};
+use crate::sample::Sample;
 
 /// All samples of a file. Tokens are kept in memory; pictures are read again whenever their sample comes.
 #[derive(Debug)]
@@ -191,7 +190,7 @@ impl Lines {
 
     /// Endless epochs, each in an order of its own.
     pub fn training(&self, seed: u64) -> Epochs<'_> {
-        Epochs { lines: self, order: Vec::new(), started: false, rng: StdRng::seed_from_u64(seed) }
+        Epochs::new(self, seed)
     }
 }
 
@@ -204,34 +203,4 @@ fn other_format(bytes: &[u8]) -> Option<String> {
         _ => return None,
     };
     Some(format!("not UTF-8 at byte offset 0 of the line: the file starts as {found}; save it as UTF-8"))
-}
-
-/// A stream of samples: each one once per epoch.
-#[derive(Debug, Clone)]
-pub struct Epochs<'a> {
-    lines: &'a Lines,
-    /// What is left of this epoch, taken from the end.
-    order: Vec<usize>,
-    started: bool,
-    rng: StdRng,
-}
-
-impl Epochs<'_> {
-    /// The next sample's place among the lines; `None` once at the end of each epoch.
-    pub(crate) fn next_index(&mut self) -> Option<usize> {
-        if !self.started {
-            self.order = (0..self.lines.len()).collect();
-            self.order.shuffle(&mut self.rng);
-            self.started = true;
-        }
-        let next = self.order.pop();
-        self.started = next.is_some();
-        next
-    }
-}
-
-impl Source for Epochs<'_> {
-    fn next_sample(&mut self) -> Result<Option<Sample>> {
-        self.next_index().map(|index| self.lines.sample(index)).transpose()
-    }
 }

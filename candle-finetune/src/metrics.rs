@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Result, io};
-use crate::trainer::StepReport;
+use crate::report::StepReport;
 
 /// Writes step reports as JSONL; every line is on disk before the next step begins.
 #[derive(Debug)]

@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::trainer::StepReport;
+use crate::report::StepReport;
 
 /// Plain lines of a run whose standard error is a file or a pipe.
 const PLAIN_LINES: usize = 20;

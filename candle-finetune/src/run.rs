@@ -17,8 +17,9 @@ use crate::job::Job;
 use crate::metrics::MetricsFile;
 use crate::plot;
 use crate::progress::Progress;
+use crate::report::StepReport;
 use crate::sample::Part;
-use crate::trainer::{StepReport, Trainer};
+use crate::trainer::Trainer;
 
 /// Name of the folder with the trained model, inside of `--out`.
 pub const CHECKPOINT_FOLDER: &str = "checkpoint";

@@ -6,7 +6,6 @@ use std::time::Instant;
 use candle_core::{DType, Device, Tensor};
 use candle_cp::{Communicator, CpContext, ShardedLabels};
 use candle_gemma4::{Model, Recompute, Weights};
-use serde::Serialize;
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -14,31 +13,11 @@ use crate::gradients::Gradients;
 use crate::job::Job;
 use crate::optimizer::AdamW;
 use crate::packing::Batch;
+use crate::report::StepReport;
 use crate::schedule::Schedule;
 
 /// Steps of the warm-up, unless a run is so short that a tenth of it is less.
 const WARMUP: usize = 30;
-
-/// What one step did; a line of `metrics.jsonl`.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct StepReport {
-    /// The step, from 1.
-    pub step: usize,
-    /// Mean cross entropy over the learned tokens of the whole batch, before the step.
-    pub loss: f64,
-    /// Norm of all gradients, before clipping.
-    pub grad_norm: f64,
-    /// Learning rate of the step.
-    pub lr: f64,
-    /// Tokens of the batch that are not padding, over all ranks.
-    pub tokens: usize,
-    /// Learned tokens of the batch, over all ranks.
-    pub label_tokens: usize,
-    /// `tokens` over the duration of this step.
-    pub tokens_per_s: f64,
-    /// Seconds since training began.
-    pub seconds: f64,
-}
 
 /// Loss and gradients of one batch, summed over ranks.
 #[derive(Debug, Clone)]
