@@ -42,7 +42,7 @@ fn folder(family: &str) -> TempDir {
 fn config(dir: &TempDir) -> Config {
     Config {
         cp: 2,
-        steps: 2,
+        steps: Some(2),
         model: Some(dir.path().join("model")),
         data: Some(dir.path().join("chats.jsonl")),
         out: dir.path().join("out"),

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use crate::jsonl::counted;
+
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -30,7 +32,7 @@ pub enum Error {
     #[error("{flag} {value:?}: allowed is {allowed}; {fix}")]
     Flag {
         /// The flag, with its dashes.
-        flag: &'static str,
+        flag: String,
         /// What was given.
         value: String,
         /// What is allowed.
@@ -39,13 +41,22 @@ pub enum Error {
         fix: String,
     },
 
-    /// There is no such flag.
-    #[error("{flag} is no flag of this recipe; the flags are {known}")]
+    /// There is no such setting.
+    #[error("{flag} is no setting of this recipe; {}", did_you_mean(nearest.as_deref()))]
     UnknownFlag {
         /// What was given.
         flag: String,
-        /// All flags.
-        known: String,
+        /// The flag that was most likely meant.
+        nearest: Option<String>,
+    },
+
+    /// Lines of a settings file are wrong; nothing was trained.
+    #[error("{}: {} cannot be used; nothing was trained{}", path.display(), counted(faults.len(), "line"), list(faults))]
+    Settings {
+        /// The file.
+        path: PathBuf,
+        /// All faults, in order of their lines.
+        faults: Vec<LineFault>,
     },
 
     /// A file could not be read or written.
@@ -174,12 +185,12 @@ pub enum Error {
 
 impl Error {
     pub(crate) fn flag(
-        flag: &'static str,
+        flag: impl Into<String>,
         value: impl ToString,
         allowed: impl Into<String>,
         fix: impl Into<String>,
     ) -> Self {
-        Self::Flag { flag, value: value.to_string(), allowed: allowed.into(), fix: fix.into() }
+        Self::Flag { flag: flag.into(), value: value.to_string(), allowed: allowed.into(), fix: fix.into() }
     }
 
     /// True if the user's input has to change: a flag, the data, the checkpoint.
@@ -187,6 +198,7 @@ impl Error {
         match self {
             Self::Flag { .. }
             | Self::UnknownFlag { .. }
+            | Self::Settings { .. }
             | Self::Processor(_)
             | Self::PictureChanged { .. }
             | Self::MissingToken { .. }
@@ -238,6 +250,10 @@ fn list(faults: &[LineFault]) -> String {
         text += &format!("\n  and {} more", faults.len() - SHOWN_FAULTS);
     }
     text
+}
+
+fn did_you_mean(nearest: Option<&str>) -> String {
+    nearest.map_or_else(|| "--help lists all of them".to_string(), |nearest| format!("the nearest is {nearest}"))
 }
 
 fn why_nothing_fits(seq_len: usize, truncate: bool) -> String {

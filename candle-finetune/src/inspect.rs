@@ -8,9 +8,9 @@ use crate::config::Config;
 use crate::encoder::Encoder;
 use crate::error::{Error, Result};
 use crate::histogram::histogram;
-use crate::jsonl::{Epochs, Line, Lines, counted};
-use crate::packing::Packer;
-use crate::sample::{Sample, Source, is_learned};
+use crate::jsonl::{Line, Lines, counted};
+use crate::plan::{EpochPlan, Plan};
+use crate::sample::is_learned;
 
 /// What of a data file is shown, and how.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -130,30 +130,10 @@ fn survivors(lines: &Lines, seq_len: usize) -> String {
     text
 }
 
-/// The samples without their pictures: nothing is read again.
-struct TokensOnly<'a> {
-    lines: &'a Lines,
-    epochs: Epochs<'a>,
-}
-
-impl Source for TokensOnly<'_> {
-    fn next_sample(&mut self) -> Result<Option<Sample>> {
-        let tokens = |index: usize| self.lines.lines()[index].encoded.tokens.clone();
-        Ok(self.epochs.next_index().map(|index| Sample { tokens: tokens(index), pictures: Vec::new() }))
-    }
-}
-
 /// How the rows of the first epoch are filled.
 fn packed(lines: &Lines, model: &candle_gemma4::Config, config: &Config) -> Result<String> {
-    let source = Box::new(TokensOnly { lines, epochs: lines.training(config.seed) });
-    let mut packer = Packer::new(source, model, config.batch_rows, config.seq_len);
-    let (mut batches, mut tokens) = (0, 0);
-    while let Some(batch) = packer.next_batch()? {
-        batches += 1;
-        tokens += batch.token_count();
-    }
-    let rows = batches * config.batch_rows;
-    let places = rows * config.seq_len;
+    let EpochPlan { batches, rows, tokens, .. } = Plan::make(lines, model, config)?.first();
+    let places = batches * config.batch_rows * config.seq_len;
     let mut text = format!(
         "packed, one epoch: {} in {} of {} tokens ({} of {}), {} padding\n",
         counted(lines.len(), "sample"),

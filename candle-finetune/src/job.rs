@@ -1,6 +1,6 @@
 //! What a run works on: model and data, checked and loaded before any rank starts.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device};
 use candle_gemma4::{LoadOptions, Weights};
@@ -10,18 +10,32 @@ use crate::config::Config;
 use crate::digit_task::DigitTask;
 use crate::encoder::Encoder;
 use crate::error::{Error, Result};
-use crate::jsonl::Lines;
+use crate::jsonl::{Lines, counted};
 use crate::packing::{Batch, Packer};
+use crate::plan::{EpochPlan, Plan};
 use crate::sample::Source;
+use crate::schedule::Schedule;
 use crate::small_model;
 
 /// Seed of the held-out conversations: the same in every run, so that accuracies compare.
 const HELD_OUT_SEED: u64 = 0x0d19_1757;
 
+/// Most steps of the warm-up, unless it is given.
+const LONGEST_WARMUP: usize = 30;
+
 #[derive(Debug)]
 enum Data {
     Digits(Box<DigitTask>),
-    Lines(Box<Lines>),
+    Lines(Box<Samples>),
+}
+
+/// A data file.
+#[derive(Debug)]
+struct Samples {
+    train: Lines,
+    /// Held out.
+    validation: Option<Lines>,
+    plan: Plan,
 }
 
 /// Model and data of a run; ranks share it.
@@ -31,6 +45,7 @@ pub struct Job {
     pub model: candle_gemma4::Config,
     folder: Option<PathBuf>,
     data: Data,
+    steps: usize,
 }
 
 impl Job {
@@ -47,7 +62,7 @@ impl Job {
         let data = match (&config.model, &config.data) {
             (Some(folder), Some(path)) => {
                 let encoder = Encoder::from_folder(folder, &model)?;
-                Data::Lines(Box::new(Lines::read(path, encoder)?.fit(config.seq_len, config.truncate)?))
+                Data::Lines(Box::new(Samples::read(path, encoder, &model, config)?))
             }
             (Some(folder), None) => Data::digits(config, &model, &TextTokenizer::from_folder(folder)?)?,
             (None, _) => {
@@ -55,27 +70,83 @@ impl Job {
                 Data::digits(config, &model, &tokenizer)?
             }
         };
-        Ok(Self { model, folder: config.model.clone(), data })
+        let steps = match (&data, config.steps) {
+            (_, Some(steps)) => steps,
+            (Data::Lines(samples), None) => samples.plan.steps(),
+            (Data::Digits(_), None) => Config::DIGIT_STEPS,
+        };
+        Ok(Self { model, folder: config.model.clone(), data, steps })
     }
 
-    /// The starting weights, in f32 on the CPU; the same numbers on every rank. Parts in `config.freeze` are constants.
+    /// The starting weights on the CPU, the same numbers on every rank. What `config.freeze` names is constant, and beside
+    /// adapters everything else.
     ///
     /// # Errors
-    /// The checkpoint's tensors are not those of its configuration, or all of them are frozen.
+    /// The checkpoint's tensors are not those of its configuration, all of them are frozen, or adapters fit nowhere.
     pub fn weights(&self, config: &Config) -> Result<Weights> {
-        let Some(folder) = &self.folder else {
-            return Ok(Weights::random(&self.model, DType::F32, &Device::Cpu, config.seed)?);
+        match &self.folder {
+            None => Ok(Weights::random(&self.model, config.dtype, &Device::Cpu, config.seed)?),
+            Some(folder) => self.load(config, folder, None),
+        }
+    }
+
+    /// The weights of a checkpoint that a run wrote with [`Job::write_state`].
+    ///
+    /// # Errors
+    /// As [`Job::weights`].
+    pub fn saved_weights(&self, config: &Config, saved: &Path) -> Result<Weights> {
+        match (&self.folder, config.lora.rank) {
+            (Some(folder), Some(_)) => self.load(config, folder, Some(saved)),
+            _ => self.load(config, saved, None),
+        }
+    }
+
+    fn load(&self, config: &Config, folder: &Path, adapter: Option<&Path>) -> Result<Weights> {
+        let load = |options: &LoadOptions| {
+            Weights::load_with(folder, &self.model, config.dtype, &Device::Cpu, options)
         };
-        let options = LoadOptions::new().freeze(config.freeze.iter().copied());
-        let weights = Weights::load_with(folder, &self.model, DType::F32, &Device::Cpu, &options)?;
-        match weights.variables().is_empty() {
-            true => Err(Error::flag(
-                "--freeze",
-                config.frozen_names(),
-                "what leaves a part of the model to train",
-                "leave a part out",
-            )),
-            false => Ok(weights),
+        let Some(rank) = config.lora.rank else {
+            let weights = load(&LoadOptions::new().freeze_named(&config.freeze)?)?;
+            let allowed = "what leaves a part of the model to train";
+            return match weights.variables().is_empty() {
+                true => Err(Error::flag("--freeze", config.freeze.join(","), allowed, "leave a part out")),
+                false => Ok(weights),
+            };
+        };
+        let mut weights = load(&LoadOptions::new().freeze(Part::ALL))?;
+        match adapter {
+            Some(adapter) => weights.load_lora(adapter, &self.model)?,
+            None => weights.add_lora(&self.model, &config.lora.options(rank)?, config.seed)?,
+        };
+        Ok(weights)
+    }
+
+    /// Writes what a run goes on from: the model, or adapters alone.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub fn write_state(&self, config: &Config, weights: &Weights, folder: &Path) -> Result<()> {
+        match config.lora.rank {
+            Some(_) => Ok(weights.save_adapter(folder, &self.base_name(config))?),
+            None => checkpoint::write(folder, self, weights),
+        }
+    }
+
+    /// Writes what a run is for: the model, or adapters, and with `lora.merge` the model with them merged.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub fn write_outputs(&self, config: &Config, weights: &Weights) -> Result<()> {
+        let model = config.out.join(CHECKPOINT_FOLDER);
+        if config.lora.rank.is_none() {
+            return checkpoint::save(&model, self, weights);
+        }
+        saves::replace(&config.out.join(ADAPTER_FOLDER), |folder| {
+            Ok(weights.save_adapter(folder, &self.base_name(config))?)
+        })?;
+        match config.lora.merge {
+            true => checkpoint::save_merged(&model, self, weights),
+            false => Ok(()),
         }
     }
 
@@ -83,21 +154,42 @@ impl Job {
     pub fn training(&self, config: &Config) -> Packer<'_> {
         let source: Box<dyn Source> = match &self.data {
             Data::Digits(task) => Box::new(task.training(config.seed)),
-            Data::Lines(lines) => Box::new(lines.training(config.seed)),
+            Data::Lines(samples) => Box::new(samples.train.training(config.seed)),
         };
         Packer::new(source, &self.model, config.batch_rows, config.seq_len)
     }
 
-    /// All held-out batches, each held-out digit once per round; empty for a JSONL file.
+    /// Optimizer steps of the run.
+    pub fn steps(&self) -> usize {
+        self.steps
+    }
+
+    /// The learning rate of every step.
+    pub fn schedule(&self, config: &Config) -> Schedule {
+        let warmup = config.warmup.unwrap_or(LONGEST_WARMUP.min(self.steps.div_ceil(10)));
+        Schedule { kind: config.schedule, peak: config.rate(), warmup, steps: self.steps, floor: config.rate_floor }
+    }
+
+    /// Steps between two validations; `None` if no sample of a data file is held out.
+    pub fn validate_every(&self, config: &Config) -> Option<usize> {
+        self.lines()?.validation.as_ref().map(|_| config.validate_every.unwrap_or(self.steps.div_ceil(10)))
+    }
+
+    /// All held-out batches: of the digits each one once per round, of a data file what is held out of it.
     ///
     /// # Errors
     /// A conversation does not fit a row.
     pub fn held_out(&self, config: &Config) -> Result<Vec<Batch>> {
-        let Data::Digits(task) = &self.data else { return Ok(Vec::new()) };
-        let source = Box::new(task.held_out(HELD_OUT_SEED));
+        let (source, rounds): (Box<dyn Source>, usize) = match &self.data {
+            Data::Digits(task) => (Box::new(task.held_out(HELD_OUT_SEED)), config.held_out_rounds),
+            Data::Lines(samples) => match &samples.validation {
+                Some(lines) => (Box::new(lines.in_order()), 1),
+                None => return Ok(Vec::new()),
+            },
+        };
         let mut packer = Packer::new(source, &self.model, config.batch_rows, config.seq_len);
         let mut batches = Vec::new();
-        for _ in 0..config.held_out_rounds {
+        for _ in 0..rounds {
             while let Some(batch) = packer.next_batch()? {
                 batches.push(batch);
             }
@@ -112,30 +204,68 @@ impl Job {
 
     /// What a user should know about the data: samples that were left out or cut, fields that are not read.
     pub fn notices(&self) -> Vec<String> {
-        self.lines().map(Lines::notices).unwrap_or_default()
+        let Some(samples) = self.lines() else { return Vec::new() };
+        let held_out = samples.validation.iter().flat_map(|lines| lines.notices());
+        samples.train.notices().into_iter().chain(held_out.map(|notice| format!("held out: {notice}"))).collect()
     }
 
     /// Samples left out and samples cut, for the length of a row.
     pub fn samples_dropped_and_cut(&self) -> (usize, usize) {
-        self.lines().map_or((0, 0), |lines| (lines.fitted().dropped(), lines.fitted().cut.len()))
+        self.lines().map_or((0, 0), |samples| {
+            let fitted = samples.train.fitted();
+            (fitted.dropped(), fitted.cut.len())
+        })
     }
 
-    fn lines(&self) -> Option<&Lines> {
+    fn lines(&self) -> Option<&Samples> {
         match &self.data {
             Data::Digits(_) => None,
-            Data::Lines(lines) => Some(lines),
+            Data::Lines(samples) => Some(samples),
         }
     }
 
-    /// What is trained on, in a few words.
-    pub fn data_summary(&self) -> String {
+    /// What is trained on, in a line: samples, rows after packing, batches and steps.
+    pub fn data_summary(&self, config: &Config) -> String {
         match &self.data {
             Data::Digits(task) => {
                 let digits = task.digits();
                 format!("{} digits ({} held out)", digits.train.len(), digits.held_out.len())
             }
-            Data::Lines(lines) => format!("{} samples", lines.len()),
+            Data::Lines(samples) => samples.summary(config),
         }
+    }
+}
+
+impl Samples {
+    fn read(path: &Path, encoder: Encoder, model: &candle_gemma4::Config, config: &Config) -> Result<Self> {
+        let fit = |lines: Lines| lines.fit(config.seq_len, config.truncate);
+        let all = Lines::read(path, encoder.clone())?;
+        let (train, validation) = match (&config.validation, config.validation_share) {
+            (Some(path), _) => (fit(all)?, Some(fit(Lines::read(path, encoder)?)?)),
+            (None, Some(share)) => {
+                let (train, held_out) = fit(all)?.split(share, config.seed)?;
+                (train, Some(held_out))
+            }
+            (None, None) => (fit(all)?, None),
+        };
+        let plan = Plan::make(&train, model, config)?;
+        Ok(Self { train, validation, plan })
+    }
+
+    fn summary(&self, config: &Config) -> String {
+        let EpochPlan { samples, batches, rows, tokens, steps } = self.plan.first();
+        let held_out = self.validation.as_ref().map_or(String::new(), |lines| format!(", {} held out", lines.len()));
+        format!(
+            "{}{held_out}; an epoch packs them into {} of {} tokens ({:.0} % full): {} of {}, {} of {}",
+            counted(samples, "sample"),
+            counted(rows, "row"),
+            config.seq_len,
+            100.0 * tokens as f64 / (rows * config.seq_len).max(1) as f64,
+            counted(batches, "batch"),
+            counted(config.batch_rows, "row"),
+            counted(steps, "step"),
+            counted(config.accumulate, "batch")
+        )
     }
 }
 

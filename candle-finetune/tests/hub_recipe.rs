@@ -33,7 +33,7 @@ fn a_name_becomes_a_fine_tuned_folder() {
     std::fs::write(dir.path().join("chats.jsonl"), chats).unwrap();
     let named = Config {
         cp: 2,
-        steps: 2,
+        steps: Some(2),
         model: Some(PathBuf::from("org/tiny@v1.0")),
         data: Some(dir.path().join("chats.jsonl")),
         out: dir.path().join("out"),
@@ -46,7 +46,7 @@ fn a_name_becomes_a_fine_tuned_folder() {
         HubOptions { endpoint: hub.endpoint(), retry_pause: pause, ..HubOptions::new(dir.path().join("cache")) };
 
     // A wrong setting is told before anything is asked of the Hub.
-    let error = Config { steps: 0, ..named.clone() }.resolve_model(&options, &mut |_| ()).unwrap_err();
+    let error = Config { steps: Some(0), ..named.clone() }.resolve_model(&options, &mut |_| ()).unwrap_err();
     assert!(error.to_string().starts_with("--steps \"0\"") && hub.take_log().is_empty(), "{error}");
     let mut missing = Config { model: Some(PathBuf::from("org/missing")), ..named.clone() };
     let error = missing.resolve_model(&options, &mut |_| ()).unwrap_err();

@@ -208,7 +208,7 @@ fn a_run_says_what_it_left_out_and_counts_it_in_its_summary() {
     let row = lengths(&Lines::read(&path, encoder()).unwrap())[1] - 1;
     let config = Config {
         cp: 1,
-        steps: 1,
+        steps: Some(1),
         model: Some(checkpoint()),
         data: Some(path),
         out: dir.path().join("out"),

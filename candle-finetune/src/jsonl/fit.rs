@@ -87,9 +87,14 @@ pub(crate) fn cut(encoded: &mut Encoded, len: usize) {
     encoded.soft_tokens.truncate(whole);
 }
 
-/// `1 line`, `7 lines`.
+/// `1 line`, `7 lines`, `2 batches`.
 pub(crate) fn counted(count: usize, noun: &str) -> String {
-    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+    let end = match (count, noun.ends_with("ch")) {
+        (1, _) => "",
+        (_, true) => "es",
+        (_, false) => "s",
+    };
+    format!("{count} {noun}{end}")
 }
 
 /// Line numbers, for messages.
