@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 pub mod checkpoint;
+mod comm_use;
 mod config;
 pub mod digit_task;
 mod digit_words;
@@ -15,6 +16,7 @@ mod images;
 mod inspect;
 mod job;
 pub mod jsonl;
+mod memory;
 mod metrics;
 mod names;
 mod optimizer;
@@ -28,6 +30,7 @@ mod schedule;
 pub mod small_model;
 mod trainer;
 
+pub use comm_use::{CommMeter, CommUse};
 pub use config::Config;
 pub use encoder::Encoder;
 pub use error::{Error, LineFault, Result};
@@ -35,11 +38,12 @@ pub use evaluate::{Scores, evaluate};
 pub use gradients::Gradients;
 pub use inspect::{Inspection, inspect};
 pub use job::Job;
+pub use memory::Memory;
 pub use metrics::MetricsFile;
 pub use optimizer::{AdamW, AdamWConfig, Moments};
 pub use packing::{Batch, Packer};
 pub use progress::Progress;
-pub use report::StepReport;
+pub use report::{History, StepReport, ValidationReport};
 pub use run::{CHECKPOINT_FOLDER, LOSS_CURVE_FILE, METRICS_FILE, Observer, Summary, Trained, run, train, train_with};
 pub use sample::{Part, Sample, Source, Token};
 pub use schedule::Schedule;
