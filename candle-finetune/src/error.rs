@@ -173,6 +173,17 @@ pub enum Error {
         value: f64,
     },
 
+    /// A line of a metrics file that a run goes on with.
+    #[error("{} line {line} is no report of a run: {reason}; move the file away to resume without it", path.display())]
+    Metrics {
+        /// The file.
+        path: PathBuf,
+        /// Line in it, from 1.
+        line: usize,
+        /// What is wrong.
+        reason: String,
+    },
+
     /// The picture of the loss curve could not be drawn.
     #[error("cannot draw {}: {reason}", path.display())]
     Plot {
@@ -206,6 +217,7 @@ impl Error {
             | Self::Data { .. }
             | Self::EmptyData { .. }
             | Self::NothingFits { .. }
+            | Self::Metrics { .. }
             | Self::SampleTooLong { .. } => true,
             Self::Cp(candle_cp::Error::RankFailed { cause, .. }) => cause.downcast_ref().is_some_and(Self::is_usage),
             Self::Hub(error) => error.is_usage(),

@@ -7,10 +7,12 @@ use candle_core::{DType, Device, Tensor};
 use candle_cp::{Communicator, CpContext, ShardedLabels};
 use candle_gemma4::{Model, Recompute, Weights};
 
+use crate::comm_use::CommMeter;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::gradients::Gradients;
 use crate::job::Job;
+use crate::memory::Memory;
 use crate::optimizer::AdamW;
 use crate::packing::Batch;
 use crate::report::StepReport;
@@ -137,6 +139,7 @@ impl<'a> Trainer<'a> {
     /// As [`Trainer::gradients`], or a loss or gradient that is not finite: then nothing was changed.
     pub fn step(&mut self, batches: &[Batch]) -> Result<StepReport> {
         let began = Instant::now();
+        let meter = CommMeter::start(self.comm.as_ref());
         let step = self.optimizer.steps() + 1;
         let lr = self.schedule.rate(step);
         let BatchGradients { loss, gradients, label_tokens } = self.gradients(batches)?;
@@ -155,7 +158,8 @@ impl<'a> Trainer<'a> {
         let tokens: usize = batches.iter().map(Batch::token_count).sum();
         let tokens_per_s = tokens as f64 / began.elapsed().as_secs_f64();
         let seconds = self.started.elapsed().as_secs_f64();
-        Ok(StepReport { step, loss, grad_norm, lr, tokens, label_tokens, tokens_per_s, seconds })
+        let (comm, memory, epoch) = (meter.read(self.comm.as_ref())?, Memory::now(), None);
+        Ok(StepReport { step, epoch, loss, grad_norm, lr, tokens, label_tokens, tokens_per_s, comm, memory, seconds })
     }
 
     /// This rank's communicator.
