@@ -106,7 +106,7 @@ impl Job {
             Weights::load_with(folder, &self.model, config.dtype, &Device::Cpu, options)
         };
         let Some(rank) = config.lora.rank else {
-            let weights = load(&LoadOptions::new().freeze_named(&config.freeze)?)?;
+            let weights = load(&freeze(&config.freeze)?)?;
             let allowed = "what leaves a part of the model to train";
             return match weights.variables().is_empty() {
                 true => Err(Error::flag("--freeze", config.freeze.join(","), allowed, "leave a part out")),
@@ -283,4 +283,14 @@ impl Data {
             false => Ok(Self::Digits(Box::new(task))),
         }
     }
+}
+
+/// Parts by their names, `embeddings`, and patterns of tensor names.
+fn freeze(names: &[String]) -> Result<LoadOptions> {
+    let part = |name: &str| Part::ALL.into_iter().find(|part| part.to_string() == name);
+    let patterns = names.iter().filter(|name| part(name).is_none()).map(|name| match name.as_str() {
+        "embeddings" => "*embed_tokens*",
+        pattern => pattern,
+    });
+    Ok(LoadOptions::new().freeze(names.iter().filter_map(|name| part(name))).freeze_matching(patterns)?)
 }

@@ -119,6 +119,15 @@ pub enum Error {
         dtype: candle_core::DType,
     },
 
+    /// A pattern of tensors that are to be frozen.
+    #[error("freeze {pattern:?}: {reason}")]
+    FreezePattern {
+        /// The pattern.
+        pattern: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+
     /// The weights handed to the model lack a tensor, or were made for another configuration.
     #[error("weights do not fit the configuration: {name}: {reason}")]
     Weight {

@@ -91,12 +91,8 @@ fn pairs_that_do_not_go_together_are_told_with_the_fix() {
     let data = model.path().join("chats.jsonl");
     std::fs::write(&data, "").unwrap();
     let (model, data) = (model.path().to_str().unwrap(), data.to_str().unwrap());
-    let with_model = vec![("--model", model)];
-    let with_data = vec![("--model", model), ("--data", data)];
-    let and = |base: &[(&'static str, &'static str)], more: &[(&'static str, &'static str)]| [base, more].concat();
-    // Names of the temporary folder live as long as this test.
-    let with_model: Vec<(&'static str, &'static str)> = with_model.into_iter().map(|(flag, value)| (flag, leak(value))).collect();
-    let with_data: Vec<(&'static str, &'static str)> = with_data.into_iter().map(|(flag, value)| (flag, leak(value))).collect();
+    let with_model = [("--model", model)];
+    let with_data = [("--model", model), ("--data", data)];
     for (given, flag, allowed, fix) in [
         (vec![("--freeze", "audio")], "--freeze", "beside --model DIR", "leave --freeze out"),
         (vec![("--lora-rank", "8")], "--lora-rank", "beside --model DIR", "leave --lora-rank out"),
@@ -144,8 +140,8 @@ fn pairs_that_do_not_go_together_are_told_with_the_fix() {
     assert_eq!([good.rate(), Config { lora: Config::default().lora, ..good }.rate(), Config::default().rate()], [2e-4, 1e-4, 2e-3]);
 }
 
-fn leak(text: &str) -> &'static str {
-    Box::leak(text.to_string().into_boxed_str())
+fn and<'a>(base: &[(&'a str, &'a str)], more: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a str)> {
+    [base, more].concat()
 }
 
 #[test]

@@ -3,6 +3,7 @@
 mod config_text;
 mod file;
 mod files;
+mod freeze;
 mod mismatch;
 mod options;
 mod part;
@@ -72,6 +73,7 @@ impl Weights {
     /// converts to `dtype`, tensor by tensor. Experts may be stacked or one tensor each.
     ///
     /// # Errors
+    /// A pattern of the options matches no tensor ([`Error::FreezePattern`]).
     /// Files are absent or not as long as their headers say ([`Error::WeightFiles`] names them all); tensors have a
     /// type other than BF16, F16, F32, F64; or the tensors are not exactly those the configuration asks for
     /// ([`Error::Mismatch`] lists all differences at once). All this is found before any tensor is read.
@@ -97,12 +99,11 @@ impl Weights {
         let places = places(&files, specs)?;
         let mut weights = Self::empty();
         weights.notices = files.notices().to_vec();
-        let lacking = options.freeze.iter().filter(|&&part| !specs.iter().any(|spec| Part::of(&spec.name) == part));
-        weights.notices.extend(lacking.map(|&part| Notice::NothingToFreeze { part }));
+        weights.notices.extend(options.freeze.check(specs)?);
 
         let mut kept = Vec::new();
         for (spec, pieces) in places {
-            let trained = spec.is_trained() && !options.freeze.contains(&Part::of(&spec.name));
+            let trained = spec.is_trained() && !options.freeze.covers(&spec.name);
             let name = spec.name.clone();
             if trained {
                 let variable = Var::zeros(spec.shape.as_slice(), dtype, device)?;
