@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::histogram::histogram;
 use crate::jsonl::{Epochs, Line, Lines, counted};
 use crate::packing::Packer;
-use crate::sample::{Sample, Source, is_learned};
+use crate::sample::{Position, Sample, Source, is_learned};
 
 /// What of a data file is shown, and how.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -137,9 +137,13 @@ struct TokensOnly<'a> {
 }
 
 impl Source for TokensOnly<'_> {
-    fn next_sample(&mut self) -> Result<Option<Sample>> {
-        let tokens = |index: usize| self.lines.lines()[index].encoded.tokens.clone();
-        Ok(self.epochs.next_index().map(|index| Sample { tokens: tokens(index), pictures: Vec::new() }))
+    fn epoch_len(&mut self, epoch: usize) -> usize {
+        self.epochs.epoch_len(epoch)
+    }
+
+    fn sample(&mut self, place: Position) -> Result<Sample> {
+        let line = &self.lines.lines()[self.epochs.index(place)];
+        Ok(Sample { tokens: line.encoded.tokens.clone(), pictures: Vec::new() })
     }
 }
 
