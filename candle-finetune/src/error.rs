@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use crate::jsonl::counted;
+use crate::optimizer::StateFault;
 
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -159,6 +160,29 @@ pub enum Error {
         seq_len: usize,
     },
 
+    /// Training data has fewer samples than a checkpoint says were taken.
+    #[error(
+        "the checkpoint was written after {taken} samples of epoch {}, but the data has {samples}; it has changed: resume \
+         with the data of that time, or start a new run from the checkpoint's folder with --model", epoch + 1
+    )]
+    Position {
+        /// The epoch, from 0.
+        epoch: usize,
+        /// Samples of it that were taken.
+        taken: usize,
+        /// Samples that it has.
+        samples: usize,
+    },
+
+    /// A file does not hold the state of this optimizer.
+    #[error("{}: this optimizer state cannot be used: {fault}", path.display())]
+    OptimizerState {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        fault: StateFault,
+    },
+
     /// The loss or a gradient is not a number any more.
     #[error(
         "step {step}: {what} is {value}; the weights of the last step were not saved. Lower --lr, and check that data and \
@@ -218,7 +242,9 @@ impl Error {
             | Self::EmptyData { .. }
             | Self::NothingFits { .. }
             | Self::Metrics { .. }
-            | Self::SampleTooLong { .. } => true,
+            | Self::SampleTooLong { .. }
+            | Self::Position { .. }
+            | Self::OptimizerState { .. } => true,
             Self::Cp(candle_cp::Error::RankFailed { cause, .. }) => cause.downcast_ref().is_some_and(Self::is_usage),
             Self::Hub(error) => error.is_usage(),
             Self::Gemma(error) => !matches!(error, candle_gemma4::Error::Candle(_) | candle_gemma4::Error::Cp(_)),

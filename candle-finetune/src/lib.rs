@@ -45,7 +45,7 @@ pub use inspect::{Inspection, inspect};
 pub use job::Job;
 pub use memory::Memory;
 pub use metrics::MetricsFile;
-pub use optimizer::{AdamW, AdamWConfig, Moments};
+pub use optimizer::{AdamW, AdamWConfig, Moments, StateFault};
 pub use packing::{Batch, Packer};
 pub use plan::{EpochPlan, Plan};
 pub use progress::Progress;

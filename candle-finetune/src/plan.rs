@@ -4,7 +4,7 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::jsonl::{Epochs, Lines};
 use crate::packing::Packer;
-use crate::sample::{Sample, Source};
+use crate::sample::{Position, Sample, Source};
 
 /// One epoch, packed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -72,8 +72,12 @@ struct TokensOnly<'a> {
 }
 
 impl Source for TokensOnly<'_> {
-    fn next_sample(&mut self) -> Result<Option<Sample>> {
-        let tokens = |index: usize| self.lines.lines()[index].encoded.tokens.clone();
-        Ok(self.epochs.next_index().map(|index| Sample { tokens: tokens(index), pictures: Vec::new() }))
+    fn epoch_len(&mut self, epoch: usize) -> usize {
+        self.epochs.epoch_len(epoch)
+    }
+
+    fn sample(&mut self, place: Position) -> Result<Sample> {
+        let line = &self.lines.lines()[self.epochs.index(place)];
+        Ok(Sample { tokens: line.encoded.tokens.clone(), pictures: Vec::new() })
     }
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_finetune::jsonl::Lines;
-use candle_finetune::{Encoder, Error, Packer, Part, Result, Sample, Source};
+use candle_finetune::{Encoder, Error, Packer, Part, Position, Result, Sample, Source};
 use candle_gemma4::Config;
 use tempfile::TempDir;
 
@@ -161,15 +161,17 @@ fn no_document_learns_the_first_token_of_the_next() {
     let facts: serde_json::Value =
         serde_json::from_slice(&fs::read(data("boundary-label/facts.json")).unwrap()).unwrap();
     let facts = &facts["gemma4-dense"];
-    struct InOrder<'a>(&'a Lines, usize);
+    struct InOrder<'a>(&'a Lines);
     impl Source for InOrder<'_> {
-        fn next_sample(&mut self) -> Result<Option<Sample>> {
-            self.1 += 1;
-            (self.1 <= self.0.len()).then(|| self.0.sample(self.1 - 1)).transpose()
+        fn epoch_len(&mut self, _: usize) -> usize {
+            self.0.len()
+        }
+        fn sample(&mut self, place: Position) -> Result<Sample> {
+            self.0.sample(place.taken)
         }
     }
     let config = config();
-    let batch = Packer::new(Box::new(InOrder(&lines, 0)), &config, 1, 19).next_batch().unwrap().unwrap();
+    let batch = Packer::new(Box::new(InOrder(&lines)), &config, 1, 19).next_batch().unwrap().unwrap();
     assert_eq!(serde_json::json!(batch.ids[0]), facts["input_ids"]);
     let documents: Vec<i64> = batch.documents[0].iter().map(|document| document + 1).collect();
     assert_eq!(serde_json::json!(documents), facts["document_ids"]);
@@ -383,16 +385,14 @@ fn each_sample_comes_once_per_epoch_in_an_order_of_its_own() {
     let text: String = (0..8).map(|digit| format!("{{\"text\":\"{digit}\"}}\n")).collect();
     let (_dir, lines) = load(&text);
     let lines = lines.unwrap();
-    let mut stream = lines.training(3);
-    let mut epoch = || {
-        let mut texts = Vec::new();
-        while let Some(sample) = stream.next_sample().unwrap() {
-            texts.push(text_of(&sample));
-        }
-        texts
+    let mut source = lines.training(3);
+    let mut epoch = |epoch| -> Vec<String> {
+        let places = (0..source.epoch_len(epoch)).map(|taken| Position { epoch, taken });
+        places.map(|place| text_of(&source.sample(place).unwrap())).collect()
     };
-    let (first, second) = (epoch(), epoch());
+    let (first, second) = (epoch(0), epoch(1));
     assert_ne!(first, second);
+    assert_eq!(epoch(0), first);
     let sorted = |mut texts: Vec<String>| {
         texts.sort();
         texts
