@@ -28,6 +28,7 @@ mod run;
 mod sample;
 mod schedule;
 pub mod small_model;
+mod tensorboard;
 mod trainer;
 
 pub use comm_use::{CommMeter, CommUse};
@@ -47,4 +48,5 @@ pub use report::{History, StepReport, ValidationReport};
 pub use run::{CHECKPOINT_FOLDER, LOSS_CURVE_FILE, METRICS_FILE, Observer, Summary, Trained, run, train, train_with};
 pub use sample::{Part, Sample, Source, Token};
 pub use schedule::Schedule;
+pub use tensorboard::EventFile;
 pub use trainer::{BatchGradients, Trainer};
