@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 pub mod checkpoint;
+mod closing;
 mod comm_use;
 mod config;
 pub mod digit_task;
@@ -31,6 +32,7 @@ pub mod small_model;
 mod tensorboard;
 mod trainer;
 
+pub use closing::Closing;
 pub use comm_use::{CommMeter, CommUse};
 pub use config::Config;
 pub use encoder::Encoder;

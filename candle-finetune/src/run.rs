@@ -17,7 +17,7 @@ use crate::job::Job;
 use crate::metrics::MetricsFile;
 use crate::plot;
 use crate::progress::Progress;
-use crate::report::StepReport;
+use crate::report::{History, StepReport};
 use crate::sample::Part;
 use crate::trainer::Trainer;
 
@@ -130,7 +130,7 @@ pub fn run(config: &Config, observer: &Observer) -> Result<Summary> {
     let job = Job::prepare(config)?;
     fs::create_dir_all(&config.out).map_err(io("create", &config.out))?;
     let metrics = Mutex::new(MetricsFile::create(&config.out.join(METRICS_FILE))?);
-    let progress = Progress::start(config.steps, &headline(&job, config));
+    let progress = Progress::start(config.steps, 0, &[("run", headline(&job, config))]);
     let notice = |text: &str| progress.notice(text);
     let trained = train_with(&job, config, &notice, &|rank, report| {
         if rank == 0 {
@@ -142,8 +142,8 @@ pub fn run(config: &Config, observer: &Observer) -> Result<Summary> {
     })?;
     progress.finish();
     checkpoint::save(&config.out.join(CHECKPOINT_FOLDER), &job, &trained.weights)?;
-    let losses: Vec<f64> = trained.reports.iter().map(|report| report.loss).collect();
-    plot::loss_curve(&config.out.join(LOSS_CURVE_FILE), &losses)?;
+    let history = History { steps: trained.reports.clone(), validations: Vec::new() };
+    plot::loss_curve(&config.out.join(LOSS_CURVE_FILE), "Loss", &history)?;
     Ok(summary(&job, config, &trained, began))
 }
 
