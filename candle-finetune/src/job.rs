@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device};
-use candle_gemma4::{LoadOptions, Weights};
+use candle_core::Device;
+use candle_gemma4::{LoadOptions, Part, Weights};
 use candle_vlm_processor::TextTokenizer;
 
 use crate::config::Config;
@@ -119,35 +119,6 @@ impl Job {
             None => weights.add_lora(&self.model, &config.lora.options(rank)?, config.seed)?,
         };
         Ok(weights)
-    }
-
-    /// Writes what a run goes on from: the model, or adapters alone.
-    ///
-    /// # Errors
-    /// A file cannot be written.
-    pub fn write_state(&self, config: &Config, weights: &Weights, folder: &Path) -> Result<()> {
-        match config.lora.rank {
-            Some(_) => Ok(weights.save_adapter(folder, &self.base_name(config))?),
-            None => checkpoint::write(folder, self, weights),
-        }
-    }
-
-    /// Writes what a run is for: the model, or adapters, and with `lora.merge` the model with them merged.
-    ///
-    /// # Errors
-    /// A file cannot be written.
-    pub fn write_outputs(&self, config: &Config, weights: &Weights) -> Result<()> {
-        let model = config.out.join(CHECKPOINT_FOLDER);
-        if config.lora.rank.is_none() {
-            return checkpoint::save(&model, self, weights);
-        }
-        saves::replace(&config.out.join(ADAPTER_FOLDER), |folder| {
-            Ok(weights.save_adapter(folder, &self.base_name(config))?)
-        })?;
-        match config.lora.merge {
-            true => checkpoint::save_merged(&model, self, weights),
-            false => Ok(()),
-        }
     }
 
     /// The stream of training batches; the same on every rank.

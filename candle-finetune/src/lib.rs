@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 pub mod checkpoint;
+mod closing;
 mod comm_use;
 mod config;
 pub mod digit_task;
@@ -10,6 +11,7 @@ mod encoder;
 mod error;
 mod evaluate;
 mod gradients;
+mod header;
 mod histogram;
 pub mod hub;
 mod images;
@@ -20,6 +22,7 @@ mod memory;
 mod metrics;
 mod names;
 mod optimizer;
+mod outputs;
 mod packing;
 mod plan;
 pub mod plot;
@@ -32,9 +35,11 @@ pub mod saves;
 mod schedule;
 pub mod small_model;
 mod summary;
+mod tensorboard;
 mod train;
 mod trainer;
 
+pub use closing::Closing;
 pub use comm_use::{CommMeter, CommUse};
 pub use config::{Config, LoraSettings, Setting};
 pub use encoder::Encoder;
@@ -51,11 +56,12 @@ pub use plan::{EpochPlan, Plan};
 pub use progress::Progress;
 pub use report::{History, StepReport, ValidationReport};
 pub use run::{
-    ADAPTER_FOLDER, CHECKPOINT_FOLDER, Control, LOSS_CURVE_FILE, METRICS_FILE, SETTINGS_FILE, resume, resumed_settings, run,
+    ADAPTER_FOLDER, CHECKPOINT_FOLDER, Control, LOSS_CURVE_FILE, METRICS_FILE, SETTINGS_FILE, TENSORBOARD_FOLDER, resume, resumed_settings, run,
     run_controlled,
 };
 pub use sample::{Part, Position, Sample, Source, Token};
 pub use schedule::{Schedule, ScheduleKind};
 pub use summary::Summary;
+pub use tensorboard::EventFile;
 pub use train::{Next, Observer, Trained, Watcher, train, train_watched};
 pub use trainer::{BatchGradients, Trainer};

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
+use std::time::SystemTime;
 
 use crate::config::Config;
 use crate::error::Result;
@@ -10,9 +11,10 @@ use crate::metrics::MetricsFile;
 use crate::plot;
 use crate::progress::Progress;
 use crate::report::{History, StepReport, ValidationReport};
-use crate::run::{Control, LOSS_CURVE_FILE};
+use crate::run::{Control, LOSS_CURVE_FILE, TENSORBOARD_FOLDER};
 use crate::sample::Position;
 use crate::saves::{OPTIMIZER_FILE, Saves, State};
+use crate::tensorboard::EventFile;
 use crate::train::{Next, Observer, Watcher};
 use crate::trainer::Trainer;
 
@@ -29,6 +31,7 @@ pub(crate) struct Recorder<'a> {
 
 struct Files {
     metrics: MetricsFile,
+    events: Option<EventFile>,
     history: History,
 }
 
@@ -42,9 +45,14 @@ impl<'a> Recorder<'a> {
         control: &Control<'a>,
     ) -> Result<Self> {
         let (metrics, history) = past;
-        let progress = Progress::start(job.steps(), &job.header(config));
+        let done = history.steps.last().map_or(0, |report| report.step);
+        let events = match config.tensorboard {
+            true => Some(EventFile::create(&config.out.join(TENSORBOARD_FOLDER), SystemTime::now(), done)?),
+            false => None,
+        };
+        let progress = Progress::start(job.steps(), done, &job.header(config));
         let Control { observer, stop } = *control;
-        let files = Mutex::new(Files { metrics, history });
+        let files = Mutex::new(Files { metrics, events, history });
         Ok(Self { config, job, saves, observer, stop, progress, files })
     }
 
@@ -57,7 +65,7 @@ impl<'a> Recorder<'a> {
     pub(crate) fn finish(self) -> Result<History> {
         self.progress.finish();
         let history = self.files.into_inner().expect("rank 0 is alive").history;
-        plot::loss_curve(&self.config.out.join(LOSS_CURVE_FILE), &history)?;
+        plot::loss_curve(&self.config.out.join(LOSS_CURVE_FILE), "Loss", &history)?;
         Ok(history)
     }
 
@@ -75,6 +83,7 @@ impl Watcher for Recorder<'_> {
         if rank == 0 {
             let mut files = self.files();
             files.metrics.write(report)?;
+            files.events.as_mut().map_or(Ok(()), |events| events.step(SystemTime::now(), report))?;
             files.history.steps.push(*report);
             self.progress.step(report);
         }
@@ -84,6 +93,7 @@ impl Watcher for Recorder<'_> {
     fn validation(&self, report: &ValidationReport) -> Result<()> {
         let mut files = self.files();
         files.metrics.write_validation(report)?;
+        files.events.as_mut().map_or(Ok(()), |events| events.validation(SystemTime::now(), report))?;
         files.history.validations.push(*report);
         self.progress.validation(report);
         Ok(())
@@ -116,7 +126,7 @@ impl Watcher for Recorder<'_> {
             self.job.write_state(self.config, trainer.weights(), folder)?;
             trainer.optimizer().save(&folder.join(OPTIMIZER_FILE))
         })?;
-        self.progress.saved(step, &saved);
+        self.progress.notice(&format!("step {step} saved as {}", saved.display()));
         Ok(())
     }
 }

@@ -31,7 +31,7 @@ pub struct StepReport {
     /// Memory of the process after this step.
     #[serde(flatten)]
     pub memory: Memory,
-    /// Seconds since training began.
+    /// Seconds of training so far; a resumed run goes on from those of its earlier parts.
     pub seconds: f64,
 }
 
@@ -47,7 +47,7 @@ pub struct ValidationReport {
     pub val_loss: f64,
     /// Their learned tokens.
     pub val_tokens: usize,
-    /// Seconds since training began.
+    /// Seconds of training so far; a resumed run goes on from those of its earlier parts.
     pub seconds: f64,
 }
 

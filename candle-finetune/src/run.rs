@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
+use crate::closing::Closing;
 use crate::config::Config;
 use crate::error::{Error, Result, io};
 use crate::job::Job;
@@ -24,6 +25,8 @@ pub const ADAPTER_FOLDER: &str = "adapter";
 pub const METRICS_FILE: &str = "metrics.jsonl";
 /// Name of the loss curve, inside of `--out`.
 pub const LOSS_CURVE_FILE: &str = "loss.svg";
+/// Name of the folder with event files for TensorBoard, inside of `--out`.
+pub const TENSORBOARD_FOLDER: &str = "tensorboard";
 /// Name of the file with all settings of the run, inside of `--out`.
 pub const SETTINGS_FILE: &str = "settings.toml";
 
@@ -101,7 +104,24 @@ fn finish(config: &Config, job: &Job, from: Option<&Save>, recorder: Recorder, b
     if !trained.stopped {
         job.write_outputs(config, &trained.weights)?;
     }
-    Ok(Summary::new(job, config, &trained, &history, began.elapsed()))
+    let summary = Summary::new(job, config, &trained, &history, began.elapsed());
+    eprint!("{}", closing(config, job, &summary, &history));
+    Ok(summary)
+}
+
+/// What a person is told at the end.
+fn closing(config: &Config, job: &Job, summary: &Summary, history: &History) -> String {
+    let mut files = match summary.stopped {
+        true => vec![("checkpoints", config.out.join(CHECKPOINTS_FOLDER))],
+        false => job.outputs(config),
+    };
+    files.push(("metrics", config.out.join(METRICS_FILE)));
+    files.push(("loss curve", config.out.join(LOSS_CURVE_FILE)));
+    if config.tensorboard {
+        files.push(("TensorBoard", config.out.join(TENSORBOARD_FOLDER)));
+    }
+    let Summary { samples_dropped, samples_cut, .. } = *summary;
+    Closing { history, steps: job.steps(), samples_dropped, samples_cut, files: &files }.to_string()
 }
 
 fn open(config: &Config) -> Result<Saves> {

@@ -44,7 +44,7 @@ impl Config {
         let mut faults = Vec::new();
         for (section, value) in &table {
             let keys = match value.get_ref() {
-                DeValue::Table(keys) if Self::SETTINGS.iter().any(|setting| setting.section().0 == **section.get_ref()) => keys,
+                DeValue::Table(keys) if Self::SETTINGS.iter().any(|setting| setting.section().0 == section.get_ref().as_ref()) => keys,
                 DeValue::Table(_) => {
                     let reason = format!("[{}] is no section; the sections are {}", section.get_ref(), sections().join(", "));
                     faults.push(LineFault { line: line(section.span().start), reason });
@@ -72,6 +72,16 @@ impl Config {
         }
         *self = changed;
         Ok(())
+    }
+
+    /// The same, one line per section, for a person to read.
+    pub fn to_lines(&self) -> Vec<String> {
+        let line = |section: &&str| {
+            let keys = Self::SETTINGS.iter().filter(|setting| setting.section().0 == *section);
+            let values = keys.filter_map(|setting| Some(format!("{} = {}", setting.section().1, (setting.get)(self)?)));
+            format!("[{section}] {}", values.collect::<Vec<_>>().join(", "))
+        };
+        sections().iter().map(line).collect()
     }
 
     /// All settings that have a value, as a settings file that gives the same run.
