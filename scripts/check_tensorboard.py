@@ -46,8 +46,9 @@ def expected(metrics):
     curves = {}
     with open(metrics, encoding="utf-8") as lines:
         for line in map(json.loads, lines):
+            validation = "val_loss" in line
             for field, tag, divisor in SCALARS:
-                if field in line:
+                if field in line and tag.startswith("val/") == validation:
                     curves.setdefault(tag, []).append((line["step"], f32(line[field] / divisor)))
     return curves
 

@@ -61,7 +61,7 @@ fn draw(path: &Path, title: &str, history: &History) -> std::result::Result<(), 
     }
     if !training.is_empty() {
         let label = if window > 1 { format!("mean of {window} steps") } else { "each step".to_string() };
-        lines.push((thin(&running_mean(&training, window), MOST_POINTS), label, DARK, 3));
+        lines.push((every(running_mean(&training, window), MOST_POINTS), label, DARK, 3));
     }
     if let Some(best) = history.best_validation() {
         let label = format!("validation, best {:.4} after step {}", best.val_loss, best.step);
@@ -145,6 +145,12 @@ fn thin(points: &[Point], most: usize) -> Vec<Point> {
     points.chunks(stretch).flat_map(ends).collect()
 }
 
+/// About `most` points of a smooth line, the last one among them.
+fn every(points: Vec<Point>, most: usize) -> Vec<Point> {
+    let stretch = points.len().div_ceil(most).max(1);
+    points.into_iter().rev().step_by(stretch).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -190,6 +196,9 @@ mod tests {
         let points = by_step(&[5.0, 1.0, 9.0, 4.0, 3.0, 2.0, 7.0]);
         assert_eq!(thin(&points, 7), points);
         assert_eq!(thin(&points, 4), [(2.0, 1.0), (3.0, 9.0), (6.0, 2.0), (7.0, 7.0)]);
+        assert_eq!(every(points, 3), [(7.0, 7.0), (4.0, 4.0), (1.0, 5.0)]);
+        assert_eq!(every(by_step(&[2.0, 1.0]), 3), [(2.0, 1.0), (1.0, 2.0)]);
+        assert!(every(Vec::new(), 3).is_empty());
     }
 
     #[test]
