@@ -13,7 +13,7 @@ use std::path::PathBuf;
 
 use candle_core::DType;
 use candle_cp::LayoutKind;
-use candle_gemma4::Part;
+use candle_gemma4::{LoraOptions, LoraTargets, Part};
 
 pub use self::setting::Setting;
 use crate::error::Result;
@@ -107,6 +107,20 @@ pub struct LoraSettings {
     pub parts: Vec<Part>,
     /// `lora.merge`: the merged checkpoint is written as well.
     pub merge: bool,
+}
+
+impl LoraSettings {
+    /// As the model takes them; `None` without a rank.
+    pub fn options(&self) -> Option<LoraOptions> {
+        let rank = self.rank?;
+        let options = LoraOptions::new(rank, self.alpha.unwrap_or(2.0 * rank as f64)).dropout(self.dropout);
+        let options = match self.targets.as_slice() {
+            [] => options,
+            [all] if all == "all-linear" => options,
+            names => options.targets(LoraTargets::Names(names.to_vec())),
+        };
+        Some(if self.parts.is_empty() { options } else { options.parts(self.parts.iter().copied()) })
+    }
 }
 
 impl Default for Config {

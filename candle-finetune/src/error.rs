@@ -86,6 +86,16 @@ pub enum Error {
         name: String,
     },
 
+    /// A run cannot go on with a data file that has changed.
+    #[error(
+        "{} gives other samples than when the checkpoint was written; bring the file back, or begin a new run in another \
+         --out", path.display()
+    )]
+    DataChanged {
+        /// The data file.
+        path: PathBuf,
+    },
+
     /// The tokenizer and the model do not have a token that the recipe needs.
     #[error("the tokenizer has no token {token}; {reason}")]
     MissingToken {
@@ -236,6 +246,7 @@ impl Error {
             | Self::Settings { .. }
             | Self::Processor(_)
             | Self::PictureChanged { .. }
+            | Self::DataChanged { .. }
             | Self::MissingToken { .. }
             | Self::Task { .. }
             | Self::Data { .. }

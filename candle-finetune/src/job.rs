@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use candle_core::Device;
-use candle_gemma4::{LoadOptions, Part, Weights};
+use candle_gemma4::{LoadOptions, LoraReport, Part, Weights};
 use candle_vlm_processor::TextTokenizer;
 
 use crate::config::Config;
@@ -14,6 +14,7 @@ use crate::jsonl::{Lines, counted};
 use crate::packing::{Batch, Packer};
 use crate::plan::{EpochPlan, Plan};
 use crate::sample::Source;
+use crate::saves::State;
 use crate::schedule::Schedule;
 use crate::small_model;
 
@@ -84,41 +85,43 @@ impl Job {
     /// # Errors
     /// The checkpoint's tensors are not those of its configuration, all of them are frozen, or adapters fit nowhere.
     pub fn weights(&self, config: &Config) -> Result<Weights> {
+        Ok(self.start(config)?.0)
+    }
+
+    /// The same, and where adapters went.
+    pub(crate) fn start(&self, config: &Config) -> Result<(Weights, Option<LoraReport>)> {
         match &self.folder {
-            None => Ok(Weights::random(&self.model, config.dtype, &Device::Cpu, config.seed)?),
+            None => Ok((Weights::random(&self.model, config.dtype, &Device::Cpu, config.seed)?, None)),
             Some(folder) => self.load(config, folder, None),
         }
     }
 
-    /// The weights of a checkpoint that a run wrote with [`Job::write_state`].
-    ///
-    /// # Errors
-    /// As [`Job::weights`].
-    pub fn saved_weights(&self, config: &Config, saved: &Path) -> Result<Weights> {
+    /// The weights in a folder that [`Job::write_state`] wrote.
+    pub(crate) fn goes_on(&self, config: &Config, saved: &Path) -> Result<(Weights, Option<LoraReport>)> {
         match (&self.folder, config.lora.rank) {
             (Some(folder), Some(_)) => self.load(config, folder, Some(saved)),
             _ => self.load(config, saved, None),
         }
     }
 
-    fn load(&self, config: &Config, folder: &Path, adapter: Option<&Path>) -> Result<Weights> {
+    fn load(&self, config: &Config, folder: &Path, adapter: Option<&Path>) -> Result<(Weights, Option<LoraReport>)> {
         let load = |options: &LoadOptions| {
             Weights::load_with(folder, &self.model, config.dtype, &Device::Cpu, options)
         };
-        let Some(rank) = config.lora.rank else {
+        let Some(lora) = config.lora.options() else {
             let weights = load(&freeze(&config.freeze)?)?;
             let allowed = "what leaves a part of the model to train";
             return match weights.variables().is_empty() {
                 true => Err(Error::flag("--freeze", config.freeze.join(","), allowed, "leave a part out")),
-                false => Ok(weights),
+                false => Ok((weights, None)),
             };
         };
         let mut weights = load(&LoadOptions::new().freeze(Part::ALL))?;
-        match adapter {
+        let report = match adapter {
             Some(adapter) => weights.load_lora(adapter, &self.model)?,
-            None => weights.add_lora(&self.model, &config.lora.options(rank)?, config.seed)?,
+            None => weights.add_lora(&self.model, &lora, config.seed)?,
         };
-        Ok(weights)
+        Ok((weights, Some(report)))
     }
 
     /// The stream of training batches; the same on every rank.
@@ -178,6 +181,24 @@ impl Job {
         let Some(samples) = self.lines() else { return Vec::new() };
         let held_out = samples.validation.iter().flat_map(|lines| lines.notices());
         samples.train.notices().into_iter().chain(held_out.map(|notice| format!("held out: {notice}"))).collect()
+    }
+
+    /// Tells training data apart: all tokens of all samples and what is learned of them.
+    pub fn fingerprint(&self) -> String {
+        match &self.data {
+            Data::Digits(_) => "digits".to_string(),
+            Data::Lines(samples) => samples.train.fingerprint(),
+        }
+    }
+
+    /// Whether a run can go on with this data.
+    pub(crate) fn check_resumable(&self, state: &State) -> Result<()> {
+        match &self.data {
+            Data::Lines(samples) if samples.train.fingerprint() != state.data => {
+                Err(Error::DataChanged { path: samples.train.path().to_path_buf() })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Samples left out and samples cut, for the length of a row.

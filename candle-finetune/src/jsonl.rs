@@ -2,6 +2,7 @@
 
 mod epochs;
 mod fields;
+mod fingerprint;
 mod fit;
 mod reader;
 

@@ -26,6 +26,8 @@ pub(crate) struct Recorder<'a> {
     observer: &'a Observer<'a>,
     stop: &'a AtomicBool,
     progress: Progress,
+    /// Seconds of earlier parts of the run.
+    before: f64,
     files: Mutex<Files>,
 }
 
@@ -45,7 +47,7 @@ impl<'a> Recorder<'a> {
         control: &Control<'a>,
     ) -> Result<Self> {
         let (metrics, history) = past;
-        let done = history.steps.last().map_or(0, |report| report.step);
+        let (done, before) = history.steps.last().map_or((0, 0.0), |report| (report.step, report.seconds));
         let events = match config.tensorboard {
             true => Some(EventFile::create(&config.out.join(TENSORBOARD_FOLDER), SystemTime::now(), done)?),
             false => None,
@@ -53,7 +55,7 @@ impl<'a> Recorder<'a> {
         let progress = Progress::start(job.steps(), done, &job.header(config));
         let Control { observer, stop } = *control;
         let files = Mutex::new(Files { metrics, events, history });
-        Ok(Self { config, job, saves, observer, stop, progress, files })
+        Ok(Self { config, job, saves, observer, stop, progress, before, files })
     }
 
     /// Tells the user something.
@@ -81,21 +83,23 @@ impl Watcher for Recorder<'_> {
 
     fn step(&self, rank: usize, report: &StepReport) -> Result<()> {
         if rank == 0 {
+            let report = StepReport { seconds: self.before + report.seconds, ..*report };
             let mut files = self.files();
-            files.metrics.write(report)?;
-            files.events.as_mut().map_or(Ok(()), |events| events.step(SystemTime::now(), report))?;
-            files.history.steps.push(*report);
-            self.progress.step(report);
+            files.metrics.write(&report)?;
+            files.events.as_mut().map_or(Ok(()), |events| events.step(SystemTime::now(), &report))?;
+            files.history.steps.push(report);
+            self.progress.step(&report);
         }
         (self.observer)(rank, report)
     }
 
     fn validation(&self, report: &ValidationReport) -> Result<()> {
+        let report = ValidationReport { seconds: self.before + report.seconds, ..*report };
         let mut files = self.files();
-        files.metrics.write_validation(report)?;
-        files.events.as_mut().map_or(Ok(()), |events| events.validation(SystemTime::now(), report))?;
-        files.history.validations.push(*report);
-        self.progress.validation(report);
+        files.metrics.write_validation(&report)?;
+        files.events.as_mut().map_or(Ok(()), |events| events.validation(SystemTime::now(), &report))?;
+        files.history.validations.push(report);
+        self.progress.validation(&report);
         Ok(())
     }
 
@@ -117,6 +121,7 @@ impl Watcher for Recorder<'_> {
                 step,
                 position,
                 seed: self.config.seed,
+                data: self.job.fingerprint(),
                 settings: self.config.to_toml(),
                 val_loss,
                 best_val_loss: history.best_validation().map(|report| report.val_loss),

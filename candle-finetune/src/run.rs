@@ -72,6 +72,9 @@ pub fn run_controlled(config: &Config, control: &Control) -> Result<Summary> {
 /// # Errors
 /// There is no checkpoint to go on from, or it cannot be read.
 pub fn resumed_settings(out: &Path) -> Result<Config> {
+    if !out.join(CHECKPOINTS_FOLDER).is_dir() {
+        return Err(no_checkpoint(out));
+    }
     let saves = Saves::open(out.join(CHECKPOINTS_FOLDER), None)?;
     let latest = saves.latest()?.ok_or_else(|| no_checkpoint(out))?;
     Ok(Config { out: out.to_path_buf(), ..settings(&latest.save)? })

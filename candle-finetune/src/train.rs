@@ -118,8 +118,7 @@ pub fn train_watched(job: &Job, config: &Config, from: Option<&Save>, watcher: &
             batches.seek(save.state.position)?;
         }
         if trainer.comm().rank() == 0 {
-            trainer.weights().notices().iter().for_each(|found| watcher.notice(&found.to_string()));
-            trainer.weights().lora().iter().for_each(|lora| ());
+            trainer.notices().iter().for_each(|found| watcher.notice(found));
         }
         let (reports, scores, stopped) = steps(&mut trainer, &mut batches, &held_out, watcher)?;
         let scores = match scores {

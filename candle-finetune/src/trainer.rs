@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
 use candle_cp::{Communicator, CpContext, ShardedLabels};
-use candle_gemma4::{Model, Recompute, Weights};
+use candle_gemma4::{LoraReport, Model, Recompute, Weights};
 
 use crate::comm_use::CommMeter;
 use crate::config::Config;
@@ -37,6 +37,7 @@ pub struct Trainer<'a> {
     config: &'a Config,
     comm: Arc<dyn Communicator>,
     weights: Weights,
+    adapters: Option<LoraReport>,
     model: Model,
     optimizer: AdamW,
     schedule: Schedule,
@@ -49,9 +50,9 @@ impl<'a> Trainer<'a> {
     /// # Errors
     /// The weights cannot be loaded or do not fit.
     pub fn new(job: &'a Job, config: &'a Config, comm: Arc<dyn Communicator>) -> Result<Self> {
-        let weights = job.weights(config)?;
+        let (weights, adapters) = job.start(config)?;
         let optimizer = AdamW::new(weights.variables(), config.optimizer)?;
-        Self::with(job, config, comm, weights, optimizer)
+        Self::with(job, config, comm, (weights, adapters), optimizer)
     }
 
     /// Goes on where a checkpoint was written.
@@ -59,21 +60,21 @@ impl<'a> Trainer<'a> {
     /// # Errors
     /// As [`Trainer::new`], or weights and optimizer state do not belong together.
     pub fn resume(job: &'a Job, config: &'a Config, comm: Arc<dyn Communicator>, save: &Save) -> Result<Self> {
-        let weights = job.saved_weights(config, &save.folder)?;
+        let (weights, adapters) = job.goes_on(config, &save.folder)?;
         let optimizer = AdamW::load(weights.variables(), config.optimizer, &save.optimizer())?;
-        Self::with(job, config, comm, weights, optimizer)
+        Self::with(job, config, comm, (weights, adapters), optimizer)
     }
 
     fn with(
         job: &'a Job,
         config: &'a Config,
         comm: Arc<dyn Communicator>,
-        weights: Weights,
+        (weights, adapters): (Weights, Option<LoraReport>),
         optimizer: AdamW,
     ) -> Result<Self> {
         let model = Model::new(&job.model, &weights)?;
         let schedule = job.schedule(config);
-        Ok(Self { job, config, comm, weights, model, optimizer, schedule, started: Instant::now() })
+        Ok(Self { job, config, comm, weights, adapters, model, optimizer, schedule, started: Instant::now() })
     }
 
     /// The context of a batch: who owns which tokens, and what may see what.
@@ -173,12 +174,12 @@ impl<'a> Trainer<'a> {
     }
 
     /// What is trained on.
-    pub fn job(&self) -> &Job {
+    pub fn job(&self) -> &'a Job {
         self.job
     }
 
     /// The settings.
-    pub fn config(&self) -> &Config {
+    pub fn config(&self) -> &'a Config {
         self.config
     }
 
@@ -190,6 +191,13 @@ impl<'a> Trainer<'a> {
     /// The optimizer and its state.
     pub fn optimizer(&self) -> &AdamW {
         &self.optimizer
+    }
+
+    /// What a user should know about the weights.
+    pub fn notices(&self) -> Vec<String> {
+        let notices = self.weights.notices().iter().map(ToString::to_string);
+        let adapters = self.adapters.iter().flat_map(|report| report.to_string().lines().map(str::to_string).collect::<Vec<_>>());
+        notices.chain(adapters).collect()
     }
 
     /// Seconds since this trainer was made.
