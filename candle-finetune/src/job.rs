@@ -1,6 +1,7 @@
 //! What a run works on: model and data, checked and loaded before any rank starts.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use candle_core::Device;
 use candle_gemma4::{LoadOptions, LoraReport, Part, Weights};
@@ -10,7 +11,7 @@ use crate::config::Config;
 use crate::digit_task::DigitTask;
 use crate::encoder::Encoder;
 use crate::error::{Error, Result};
-use crate::jsonl::{Lines, counted};
+use crate::jsonl::{HeldOut, Lines, counted};
 use crate::packing::{Batch, Packer};
 use crate::plan::{EpochPlan, Plan};
 use crate::sample::Source;
@@ -62,7 +63,7 @@ impl Job {
         };
         let data = match (&config.model, &config.data) {
             (Some(folder), Some(path)) => {
-                let encoder = Encoder::from_folder(folder, &model)?;
+                let encoder = Arc::new(Encoder::from_folder(folder, &model)?);
                 Data::Lines(Box::new(Samples::read(path, encoder, &model, config)?))
             }
             (Some(folder), None) => Data::digits(config, &model, &TextTokenizer::from_folder(folder)?)?,
@@ -229,13 +230,13 @@ impl Job {
 }
 
 impl Samples {
-    fn read(path: &Path, encoder: Encoder, model: &candle_gemma4::Config, config: &Config) -> Result<Self> {
+    fn read(path: &Path, encoder: Arc<Encoder>, model: &candle_gemma4::Config, config: &Config) -> Result<Self> {
         let fit = |lines: Lines| lines.fit(config.seq_len, config.truncate);
         let all = Lines::read(path, encoder.clone())?;
         let (train, validation) = match (&config.validation, config.validation_share) {
             (Some(path), _) => (fit(all)?, Some(fit(Lines::read(path, encoder)?)?)),
             (None, Some(share)) => {
-                let (train, held_out) = fit(all)?.split(share, config.seed)?;
+                let (train, held_out) = fit(all)?.split(HeldOut::Share(share), config.seed)?;
                 (train, Some(held_out))
             }
             (None, None) => (fit(all)?, None),

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_gemma4::Weights;
+use candle_gemma4::{SaveOptions, Weights};
 
 use crate::checkpoint;
 use crate::config::Config;
@@ -36,7 +36,10 @@ impl Job {
             Ok(weights.save_adapter(folder, &self.base_name(config))?)
         })?;
         match config.lora.merge {
-            true => checkpoint::save_merged(&model, self, weights),
+            true => saves::replace(&model, |folder| {
+                weights.save_merged(folder, &self.model, &SaveOptions::default())?;
+                checkpoint::write_companions(folder, self)
+            }),
             false => Ok(()),
         }
     }
