@@ -24,6 +24,7 @@ mod progress;
 mod report;
 mod run;
 mod sample;
+pub mod saves;
 mod schedule;
 pub mod small_model;
 mod trainer;
