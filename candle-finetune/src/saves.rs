@@ -131,7 +131,7 @@ impl Saves {
         for entry in fs::read_dir(&self.folder).map_err(failed())? {
             let path = entry.map_err(failed())?.path();
             let step = path.file_name().and_then(|name| name.to_str()).and_then(step_of);
-            found.extend(step.map(|step| (step, path)));
+            found.extend(step.filter(|_| path.is_dir()).map(|step| (step, path)));
         }
         found.sort();
         Ok(found.into_iter().map(|(_, path)| path).collect())

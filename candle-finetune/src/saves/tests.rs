@@ -133,7 +133,7 @@ fn damaged_checkpoints_are_told_and_not_used() {
     assert!(texts[0].contains("step-00000001 has no training/state.json, so no run can be resumed"), "{texts:?}");
     assert!(texts[1].contains("step-00000003 is damaged: training/state.json cannot be read (EOF"), "{texts:?}");
     let expected =
-        "step-00000004 is damaged: config.json is absent, training/optimizer.safetensors has 5 of 39 bytes; copy";
+        "step-00000004 is damaged: config.json is absent, training/optimizer.safetensors has 5 of 40 bytes; copy";
     assert!(texts[2].contains(expected), "{texts:?}");
 
     fs::remove_file(folders[1].join("model.safetensors")).unwrap();
