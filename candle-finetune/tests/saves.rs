@@ -17,8 +17,8 @@ use rand::{Rng, SeedableRng};
 /// Where a child finds its folder.
 const FOLDER: &str = "SAVES_TEST_FOLDER";
 const KILLS: usize = 20;
-/// Long enough for some checkpoints.
-const MOST_MILLISECONDS: u64 = 200;
+/// Long enough to come to any moment of a save; the result does not depend on it.
+const MOST_MILLISECONDS: u64 = 150;
 
 /// With these settings a step at rate -1 adds exactly 1 to every weight, whatever the gradient; the means are the
 /// gradient and its square.
@@ -119,24 +119,21 @@ fn saves_without_end() {
     }
 }
 
-/// Kills a process that saves without end after it has opened the folder and some time has passed; returns the last
-/// step that it told to be saved.
-fn kill_after(time: Duration, out: &Path) -> Option<usize> {
+/// Kills a process that saves without end, some time after it has told so many saves; returns the last step of them.
+fn kill_after(saves: usize, time: Duration, out: &Path) -> Option<usize> {
     let mut process = child("saves_without_end", out).stdout(Stdio::piped()).spawn().unwrap();
     let mut output = BufReader::new(process.stdout.take().unwrap());
-    let mut line = String::new();
-    while line.trim() != "opens" {
-        line.clear();
-        assert!(output.read_line(&mut line).unwrap() > 0, "the child ended by itself");
+    let mut text = String::new();
+    while !text.contains("\nopens\n") || text.matches("\nsaved ").count() < saves {
+        assert!(output.read_line(&mut text).unwrap() > 0, "the child ended by itself: {text}");
     }
     std::thread::sleep(time);
     // On Unix this is SIGKILL.
     process.kill().unwrap();
     let status = process.wait().unwrap();
     assert!(status.code().is_none(), "the child ended by itself: {status}");
-    let mut rest = String::new();
-    output.read_to_string(&mut rest).unwrap();
-    rest.lines().filter_map(|line| line.strip_prefix("saved ")?.parse().ok()).next_back()
+    output.read_to_string(&mut text).unwrap();
+    text.lines().filter_map(|line| line.strip_prefix("saved ")?.parse().ok()).next_back()
 }
 
 #[cfg(unix)]
@@ -145,9 +142,11 @@ fn whenever_a_run_is_killed_its_folders_open() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path();
     let mut rng = StdRng::seed_from_u64(20);
-    let mut last = 0;
+    let (mut last, mut least) = (0, 0);
     for kill in 0..KILLS {
-        let told = kill_after(Duration::from_millis(rng.random_range(0..MOST_MILLISECONDS)), out);
+        let awaited = rng.random_range(0..2);
+        let told = kill_after(awaited, Duration::from_millis(rng.random_range(0..MOST_MILLISECONDS)), out);
+        least += awaited;
 
         let saves = open(out);
         let Some(Latest { save, skipped }) = saves.latest().unwrap() else {
@@ -170,7 +169,7 @@ fn whenever_a_run_is_killed_its_folders_open() {
         assert_eq!(best["step"], saves.best().unwrap().unwrap().state.step);
         check_model(&out.join("checkpoint"), step);
     }
-    assert!(last > KILLS, "only {last} checkpoints were written in all");
+    assert!(last >= least && least > KILLS / 4, "{last} checkpoints were written, not {least}");
 }
 
 /// The final folder is of one step, or it is on its way, complete beside its place.
@@ -224,7 +223,7 @@ fn a_full_disk_loses_nothing_that_was_complete() {
     let mut shell = Command::new("sh");
     shell.args(["-c", "trap '' XFSZ; ulimit -f 16; exec \"$0\" \"$@\""]).arg(limited.get_program());
     let output = shell.args(limited.get_args()).env(FOLDER, out).output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
+    let text = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
     assert!(output.status.success() && text.contains("\nrefused\n"), "{text}");
 
     let saves = open(out);

@@ -84,7 +84,7 @@ impl SaveError {
     /// True if the user has to choose other folders or settings.
     pub fn is_usage(&self) -> bool {
         match self {
-            Self::NotWritten { cause, .. } => cause.is_usage(),
+            Self::NotWritten { cause, .. } => matches!(**cause, crate::Error::Saves(_)),
             _ => true,
         }
     }
