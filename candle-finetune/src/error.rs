@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use crate::jsonl::counted;
 use crate::optimizer::StateFault;
+use crate::saves::SaveError;
 
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -193,6 +194,10 @@ pub enum Error {
         fault: StateFault,
     },
 
+    /// A checkpoint was not written, or cannot be used.
+    #[error(transparent)]
+    Saves(#[from] SaveError),
+
     /// The loss or a gradient is not a number any more.
     #[error(
         "step {step}: {what} is {value}; the weights of the last step were not saved. Lower --lr, and check that data and \
@@ -258,6 +263,7 @@ impl Error {
             | Self::OptimizerState { .. } => true,
             Self::Cp(candle_cp::Error::RankFailed { cause, .. }) => cause.downcast_ref().is_some_and(Self::is_usage),
             Self::Hub(error) => error.is_usage(),
+            Self::Saves(error) => error.is_usage(),
             Self::Gemma(error) => !matches!(error, candle_gemma4::Error::Candle(_) | candle_gemma4::Error::Cp(_)),
             Self::Candle(_)
             | Self::Cp(_)
