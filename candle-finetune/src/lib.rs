@@ -19,6 +19,7 @@ mod metrics;
 mod names;
 mod optimizer;
 mod packing;
+mod parquet;
 pub mod plot;
 mod progress;
 mod report;
@@ -30,7 +31,7 @@ mod trainer;
 
 pub use config::Config;
 pub use encoder::Encoder;
-pub use error::{Error, LineFault, Result};
+pub use error::{Error, LineFault, Result, Unit};
 pub use evaluate::{Scores, evaluate};
 pub use gradients::Gradients;
 pub use inspect::{Inspection, inspect};
