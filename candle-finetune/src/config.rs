@@ -9,15 +9,15 @@ mod table;
 #[cfg(test)]
 mod tests;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 use candle_cp::LayoutKind;
 use candle_gemma4::{LoraOptions, LoraTargets, Part};
 
 pub use self::setting::Setting;
-use crate::error::Result;
-use crate::hub::{HubOptions, PullEvent, resolve_model};
+use crate::error::{Error, Result};
+use crate::hub::{HubOptions, PullEvent, resolve_data, resolve_model};
 use crate::optimizer::AdamWConfig;
 use crate::schedule::ScheduleKind;
 
@@ -29,8 +29,8 @@ const MAX_SEQ_LEN: usize = 1 << 24;
 /// Settings of a run; [`Config::SETTINGS`] tells what each is for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// `model.path`: a checkpoint folder; `None` trains the small built-in model from nothing. A name on the Hub becomes a
-    /// folder by [`Config::resolve_model`].
+    /// `model.path`: a checkpoint folder, or a name on the Hub for [`Config::resolve`]; `None` trains the small built-in
+    /// model from nothing.
     pub model: Option<PathBuf>,
     /// `model.dtype`: one of [`Config::DTYPES`].
     pub dtype: DType,
@@ -87,9 +87,22 @@ pub struct Config {
     pub keep: usize,
     /// `out.tensorboard`: event files are written.
     pub tensorboard: bool,
+    /// Where model and data are on this machine; [`Config::resolve`] fills it in. Not a setting.
+    pub sources: Sources,
     /// How often each held-out digit is read at the end, in other conversations each time; 0 leaves the test out. Not a
     /// setting of users.
     pub held_out_rounds: usize,
+}
+
+/// Where model and data are on this machine. What is empty is where its setting says.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Sources {
+    /// The checkpoint's folder.
+    pub model: Option<PathBuf>,
+    /// Files with training samples.
+    pub train: Vec<PathBuf>,
+    /// Files with held-out samples.
+    pub validation: Vec<PathBuf>,
 }
 
 /// Settings of adapters.
@@ -156,6 +169,7 @@ impl Default for Config {
             save_every: None,
             keep: 2,
             tensorboard: false,
+            sources: Sources::default(),
             held_out_rounds: 2,
         }
     }
@@ -193,16 +207,50 @@ impl Config {
         self.lr.unwrap_or(default)
     }
 
-    /// Turns a name on the Hub into its folder, as [`resolve_model`] does; pulls it if need be. The other settings are
-    /// checked first: a wrong one should not be told after a long pull.
+    /// Finds out what the names of model and data mean on this machine, as [`resolve_model`] and [`resolve_data`] do;
+    /// pulls from the Hub what is not here. The other settings are checked first: a wrong one should not be told after a
+    /// long pull.
     ///
     /// # Errors
-    /// A setting that cannot be used; a model that cannot be had.
-    pub fn resolve_model(&mut self, options: &HubOptions, progress: &mut dyn FnMut(&PullEvent)) -> Result<()> {
-        self.validate_all_but_model()?;
-        if let Some(model) = self.model.as_deref().filter(|model| !model.is_dir()) {
-            self.model = Some(resolve_model(&model.to_string_lossy(), options, progress)?);
+    /// A setting that cannot be used; a model or a data set that cannot be had.
+    pub fn resolve(&mut self, options: &HubOptions, progress: &mut dyn FnMut(&PullEvent)) -> Result<()> {
+        self.validate_all_but_files()?;
+        let mut sources = Sources::default();
+        if let Some(model) = &self.model {
+            sources.model = Some(match model.is_dir() {
+                true => model.clone(),
+                false => resolve_model(&model.to_string_lossy(), options, progress)?,
+            });
         }
+        let mut data = |path: &Option<PathBuf>| match path {
+            Some(path) => resolve_data(&path.to_string_lossy(), options, progress).map_err(Error::DataHub),
+            None => Ok(Vec::new()),
+        };
+        sources.train = data(&self.data)?;
+        sources.validation = data(&self.validation)?;
+        self.sources = sources;
         Ok(())
+    }
+
+    /// The folder of the checkpoint.
+    pub fn model_folder(&self) -> Option<&Path> {
+        self.sources.model.as_deref().or(self.model.as_deref())
+    }
+
+    /// The files with training samples.
+    pub fn train_files(&self) -> Vec<PathBuf> {
+        Self::files(&self.sources.train, &self.data)
+    }
+
+    /// The files with held-out samples.
+    pub fn validation_files(&self) -> Vec<PathBuf> {
+        Self::files(&self.sources.validation, &self.validation)
+    }
+
+    fn files(resolved: &[PathBuf], given: &Option<PathBuf>) -> Vec<PathBuf> {
+        match resolved {
+            [] => given.iter().cloned().collect(),
+            resolved => resolved.to_vec(),
+        }
     }
 }

@@ -30,6 +30,10 @@ pub enum Error {
     #[error("--model: {0}")]
     Hub(#[from] crate::hub::HubError),
 
+    /// A data set's name or folder could not be turned into files.
+    #[error("--data: {0}")]
+    DataHub(crate::hub::HubError),
+
     /// A flag has a value that cannot be used.
     #[error("{flag} {value:?}: allowed is {allowed}; {fix}")]
     Flag {
@@ -77,12 +81,10 @@ pub enum Error {
     Processor(#[from] candle_vlm_processor::Error),
 
     /// A picture is not the one that was checked before training.
-    #[error("{} line {line}: {name} has changed since training began; leave the files alone until it ends", path.display())]
+    #[error("{place}: {name} has changed since training began; leave the files alone until it ends")]
     PictureChanged {
-        /// The data file.
-        path: PathBuf,
-        /// Line in it, from 1.
-        line: usize,
+        /// File and line or row, such as `data.jsonl line 7`.
+        place: String,
         /// The picture.
         name: String,
     },
@@ -116,11 +118,13 @@ pub enum Error {
     },
 
     /// Lines of a data file are wrong; nothing was trained.
-    #[error("{}: {} of {} lines cannot be used; nothing was trained{}", path.display(), faults.len(), lines, list(faults))]
+    #[error("{}: {} of {} {unit}s cannot be used; nothing was trained{}", path.display(), faults.len(), lines, list(faults))]
     Data {
-        /// The file.
+        /// The file, or the folder of several.
         path: PathBuf,
-        /// Lines that were checked, empty ones not counted.
+        /// What is counted.
+        unit: Unit,
+        /// Lines or rows that were checked, empty lines not counted.
         lines: usize,
         /// All faults, in order of their lines.
         faults: Vec<LineFault>,
@@ -129,20 +133,67 @@ pub enum Error {
     /// A data file without a sample.
     #[error("{} has no sample; write one JSON object per line, such as {{\"prompt\": \"..\", \"completion\": \"..\"}}", path.display())]
     EmptyData {
+        /// The file, or the folder of several.
+        path: PathBuf,
+    },
+
+    /// A Parquet file, and a program that does not read them.
+    #[error("{} is a Parquet file, which this program was built without: build it with --features parquet", path.display())]
+    NoParquet {
         /// The file.
         path: PathBuf,
     },
 
+    /// A Parquet file that cannot be opened, or whose columns have types that are not read.
+    #[error("{} cannot be read as Parquet: {reason}", path.display())]
+    Parquet {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and what to do.
+        reason: String,
+    },
+
+    /// A Parquet file without the columns that training data has.
+    #[error(
+        "{} has the columns {}; understood are {understood}. Rename or rewrite them, for example with the library datasets: \
+         data.map(..) or data.rename_columns(..), then data.to_parquet(..)",
+        path.display(), columns.join(", ")
+    )]
+    Columns {
+        /// The file.
+        path: PathBuf,
+        /// The columns that it has.
+        columns: Vec<String>,
+        /// Sets of columns that make a sample.
+        understood: &'static str,
+    },
+
+    /// Held-out samples would leave nothing on one side.
+    #[error(
+        "holding {asked} of {samples} samples out leaves {train} to train on and {held_out} to validate with; both need at \
+         least 1: hold out a count from 1 to {}, or a share that comes to one", samples.saturating_sub(1)
+    )]
+    HeldOut {
+        /// What was asked for.
+        asked: String,
+        /// Samples of the data.
+        samples: usize,
+        /// Samples that would be trained on.
+        train: usize,
+        /// Samples that would be held out.
+        held_out: usize,
+    },
+
     /// All samples of a data file are longer than a row, or have nothing to learn in the part that fits.
-    #[error("{}: {}; the longest of {samples}, line {line}, has {longest} tokens: {}", path.display(),
+    #[error("{}: {}; the longest of {samples}, {place}, has {longest} tokens: {}", path.display(),
         why_nothing_fits(*seq_len, *truncate), fix_nothing_fits(*longest, *truncate))]
     NothingFits {
-        /// The file.
+        /// The file, or the folder of several.
         path: PathBuf,
         /// Samples of the file.
         samples: usize,
-        /// Line of the longest sample, from 1.
-        line: usize,
+        /// Where the longest sample stands, such as `line 7`.
+        place: String,
         /// Tokens of the longest sample.
         longest: usize,
         /// Tokens of a row.
@@ -256,14 +307,18 @@ impl Error {
             | Self::Task { .. }
             | Self::Data { .. }
             | Self::EmptyData { .. }
+            | Self::NoParquet { .. }
+            | Self::Parquet { .. }
+            | Self::Columns { .. }
+            | Self::HeldOut { .. }
             | Self::NothingFits { .. }
             | Self::Metrics { .. }
             | Self::SampleTooLong { .. }
             | Self::Position { .. }
             | Self::OptimizerState { .. } => true,
             Self::Cp(candle_cp::Error::RankFailed { cause, .. }) => cause.downcast_ref().is_some_and(Self::is_usage),
-            Self::Hub(error) => error.is_usage(),
             Self::Saves(error) => error.is_usage(),
+            Self::Hub(error) | Self::DataHub(error) => error.is_usage(),
             Self::Gemma(error) => !matches!(error, candle_gemma4::Error::Candle(_) | candle_gemma4::Error::Cp(_)),
             Self::Candle(_)
             | Self::Cp(_)
@@ -281,18 +336,39 @@ pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(
     move |cause| Error::Io { action, path, cause }
 }
 
-/// One line of a data file that cannot be used.
+/// What a data file is made of.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Unit {
+    /// Lines of a JSONL file.
+    #[default]
+    Line,
+    /// Rows of a Parquet file.
+    Row,
+}
+
+impl fmt::Display for Unit {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Self::Line => "line",
+            Self::Row => "row",
+        })
+    }
+}
+
+/// One line or row of a data file that cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LineFault {
-    /// Line in the file, from 1; empty lines count.
+    /// Line or row in its file, from 1; empty lines count.
     pub line: usize,
+    /// Where it is, such as `line 7`; with the file if the data has several.
+    pub place: String,
     /// What is wrong and what is allowed.
     pub reason: String,
 }
 
 impl fmt::Display for LineFault {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "line {}: {}", self.line, self.reason)
+        write!(f, "{}: {}", self.place, self.reason)
     }
 }
 

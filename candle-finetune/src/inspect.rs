@@ -53,12 +53,12 @@ impl Inspection {
 /// There is no data file, a setting or a line of the file cannot be used, or there is no sample in the line to show.
 pub fn inspect(config: &Config, inspection: &Inspection) -> Result<String> {
     config.validate()?;
-    let (Some(folder), Some(data)) = (&config.model, &config.data) else {
+    let (Some(folder), Some(_)) = (config.model_folder(), &config.data) else {
         let allowed = "beside --model DIR and --data FILE.jsonl: there is no file of the digits to look into";
         return Err(Error::flag("--inspect", true, allowed, "give both"));
     };
     let model = candle_gemma4::Config::from_folder(folder)?;
-    let lines = Lines::read(data, Encoder::from_folder(folder, &model)?)?;
+    let lines = Lines::read_all(&config.train_files(), Encoder::from_folder(folder, &model)?)?;
     let lengths: Vec<usize> = lines.lines().iter().map(Line::len).collect();
     let mut sections = vec![
         overview(&lines),

@@ -57,14 +57,14 @@ impl Job {
     /// A setting, the checkpoint folder or the data cannot be used.
     pub fn prepare(config: &Config) -> Result<Self> {
         config.validate()?;
-        let model = match &config.model {
+        let model = match config.model_folder() {
             Some(folder) => candle_gemma4::Config::from_folder(folder)?,
             None => small_model::config()?,
         };
-        let data = match (&config.model, &config.data) {
-            (Some(folder), Some(path)) => {
+        let data = match (config.model_folder(), &config.data) {
+            (Some(folder), Some(_)) => {
                 let encoder = Arc::new(Encoder::from_folder(folder, &model)?);
-                Data::Lines(Box::new(Samples::read(path, encoder, &model, config)?))
+                Data::Lines(Box::new(Samples::read(encoder, &model, config)?))
             }
             (Some(folder), None) => Data::digits(config, &model, &TextTokenizer::from_folder(folder)?)?,
             (None, _) => {
@@ -77,7 +77,7 @@ impl Job {
             (Data::Lines(samples), None) => samples.plan.steps(),
             (Data::Digits(_), None) => Config::DIGIT_STEPS,
         };
-        Ok(Self { model, folder: config.model.clone(), data, steps })
+        Ok(Self { model, folder: config.model_folder().map(Path::to_path_buf), data, steps })
     }
 
     /// The starting weights on the CPU, the same numbers on every rank. What `config.freeze` names is constant, and beside
@@ -230,16 +230,16 @@ impl Job {
 }
 
 impl Samples {
-    fn read(path: &Path, encoder: Arc<Encoder>, model: &candle_gemma4::Config, config: &Config) -> Result<Self> {
-        let fit = |lines: Lines| lines.fit(config.seq_len, config.truncate);
-        let all = Lines::read(path, encoder.clone())?;
-        let (train, validation) = match (&config.validation, config.validation_share) {
-            (Some(path), _) => (fit(all)?, Some(fit(Lines::read(path, encoder)?)?)),
-            (None, Some(share)) => {
-                let (train, held_out) = fit(all)?.split(HeldOut::Share(share), config.seed)?;
+    fn read(encoder: Arc<Encoder>, model: &candle_gemma4::Config, config: &Config) -> Result<Self> {
+        let read = |files: &[PathBuf]| Lines::read_all(files, encoder.clone())?.fit(config.seq_len, config.truncate);
+        let all = read(&config.train_files())?;
+        let (train, validation) = match (config.validation_files().as_slice(), config.validation_share) {
+            ([], None) => (all, None),
+            ([], Some(share)) => {
+                let (train, held_out) = all.split(HeldOut::Share(share), config.seed)?;
                 (train, Some(held_out))
             }
-            (None, None) => (fit(all)?, None),
+            (files, _) => (all, Some(read(files)?)),
         };
         let plan = Plan::make(&train, model, config)?;
         Ok(Self { train, validation, plan })

@@ -60,7 +60,7 @@ fn first(text: &str) -> Sample {
 /// The one fault of a file whose second line is `line`.
 fn fault(line: &str) -> String {
     match load(&format!("{{\"text\":\"read\"}}\n{line}\n")).1.unwrap_err() {
-        Error::Data { faults, lines: 2, path } => {
+        Error::Data { faults, lines: 2, path, .. } => {
             assert_eq!(path.file_name(), Some("data.jsonl".as_ref()));
             let [fault] = faults.as_slice() else { panic!("{faults:?}") };
             assert_eq!(fault.line, 2);

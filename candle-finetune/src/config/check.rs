@@ -1,7 +1,5 @@
 //! Which settings go together.
 
-use std::path::Path;
-
 use super::Config;
 use super::setting::text;
 use crate::error::{Error, Result};
@@ -12,18 +10,22 @@ impl Config {
     /// # Errors
     /// The first setting that cannot be used.
     pub fn validate(&self) -> Result<()> {
-        self.validate_all_but_model()?;
-        match &self.model {
-            Some(model) if !model.join(candle_gemma4::CONFIG_FILE).is_file() => {
-                let allowed = "a folder with config.json, tokenizer.json and model.safetensors (or its index)";
-                let fix = "download the checkpoint first and give the folder, not a file in it";
-                Err(Error::flag("--model", model.display(), allowed, fix))
-            }
-            _ => Ok(()),
+        self.validate_all_but_files()?;
+        if let Some(model) = self.model_folder().filter(|model| !model.join(candle_gemma4::CONFIG_FILE).is_file()) {
+            let allowed = "a folder with config.json, tokenizer.json and model.safetensors (or its index)";
+            let fix = "download the checkpoint first and give the folder, not a file in it";
+            return Err(Error::flag("--model", model.display(), allowed, fix));
         }
+        for (flag, files) in [("--data", self.train_files()), ("--validation", self.validation_files())] {
+            if let Some(file) = files.iter().find(|file| !file.is_file()) {
+                let fix = "check the path; see the documentation for the format of its lines";
+                return Err(Error::flag(flag, file.display(), "an existing file of JSON lines or Parquet", fix));
+            }
+        }
+        Ok(())
     }
 
-    pub(super) fn validate_all_but_model(&self) -> Result<()> {
+    pub(super) fn validate_all_but_files(&self) -> Result<()> {
         self.check_values()?;
         self.check_model()?;
         self.check_lora()?;
@@ -93,13 +95,9 @@ impl Config {
             let fix = "give the checkpoint with --model, or leave --data out to train on the digits";
             return Err(Error::flag("--data", data.display(), allowed, fix));
         }
-        data_exists("--data", data)?;
-        if let Some(validation) = &self.validation {
-            data_exists("--validation", validation)?;
-            if let Some(share) = self.validation_share {
-                let allowed = "without --validation FILE: held-out samples come from one place";
-                return Err(Error::flag("--validation-share", share, allowed, "leave one of the two out"));
-            }
+        if let (Some(_), Some(share)) = (&self.validation, self.validation_share) {
+            let allowed = "without --validation FILE: held-out samples come from one place";
+            return Err(Error::flag("--validation-share", share, allowed, "leave one of the two out"));
         }
         let validates = self.validation.is_some() || self.validation_share.is_some();
         match self.validate_every {
@@ -140,16 +138,6 @@ impl Config {
                 Err(Error::flag("--warmup", warmup, allowed, "a tenth of the steps is a good start"))
             }
             _ => Ok(()),
-        }
-    }
-}
-
-fn data_exists(flag: &'static str, path: &Path) -> Result<()> {
-    match path.is_file() {
-        true => Ok(()),
-        false => {
-            let fix = "check the path; see the documentation for the format of its lines";
-            Err(Error::flag(flag, path.display(), "an existing JSONL file", fix))
         }
     }
 }

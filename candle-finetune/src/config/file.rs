@@ -20,7 +20,7 @@ impl Config {
         let text = std::str::from_utf8(&bytes).map_err(|error| {
             let line = 1 + bytes[..error.valid_up_to()].iter().filter(|&&byte| byte == b'\n').count();
             let reason = "this is not UTF-8; save the file as UTF-8".to_string();
-            Error::Settings { path: path.to_path_buf(), faults: vec![LineFault { line, reason }] }
+            Error::Settings { path: path.to_path_buf(), faults: vec![fault(line, reason)] }
         })?;
         self.set_toml(text.strip_prefix('\u{feff}').unwrap_or(text), path)
     }
@@ -37,7 +37,7 @@ impl Config {
             Ok(table) => table.into_inner(),
             Err(error) => {
                 let line = line(error.span().map_or(0, |span| span.start));
-                return fail(vec![LineFault { line, reason: error.message().to_string() }]);
+                return fail(vec![fault(line, error.message().to_string())]);
             }
         };
         let mut changed = self.clone();
@@ -47,11 +47,11 @@ impl Config {
                 DeValue::Table(keys) if Self::SETTINGS.iter().any(|setting| setting.section().0 == section.get_ref().as_ref()) => keys,
                 DeValue::Table(_) => {
                     let reason = format!("[{}] is no section; the sections are {}", section.get_ref(), sections().join(", "));
-                    faults.push(LineFault { line: line(section.span().start), reason });
+                    faults.push(fault(line(section.span().start), reason));
                     continue;
                 }
                 _ => {
-                    faults.push(LineFault { line: line(section.span().start), reason: unknown(section.get_ref()) });
+                    faults.push(fault(line(section.span().start), unknown(section.get_ref())));
                     continue;
                 }
             };
@@ -62,7 +62,7 @@ impl Config {
                     None => Err(unknown(&name)),
                 };
                 if let Err(reason) = set {
-                    faults.push(LineFault { line: line(key.span().start), reason });
+                    faults.push(fault(line(key.span().start), reason));
                 }
             }
         }
@@ -106,6 +106,10 @@ pub(super) fn sections() -> Vec<&'static str> {
     let mut sections: Vec<&str> = Config::SETTINGS.iter().map(|setting| setting.section().0).collect();
     sections.dedup();
     sections
+}
+
+fn fault(line: usize, reason: String) -> LineFault {
+    LineFault { line, place: format!("line {line}"), reason }
 }
 
 /// What is said of a key that is no setting.

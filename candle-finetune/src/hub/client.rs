@@ -9,7 +9,7 @@ use url::Url;
 
 use super::error::{HubError, Result};
 use super::options::HubOptions;
-use super::spec::{ModelName, is_plain};
+use super::spec::{Kind, RepoName, is_plain};
 
 /// Redirects that are followed for one request.
 const MAX_REDIRECTS: usize = 10;
@@ -18,12 +18,12 @@ const MAX_TEXT: u64 = 32 << 20;
 /// Characters of an error text that a message shows.
 const SHOWN_TEXT: usize = 200;
 
-/// Asks the Hub about one model. Not `Debug`: it holds the token.
+/// Asks the Hub about one repository. Not `Debug`: it holds the token.
 pub(super) struct Client<'a> {
     agent: Agent,
     endpoint: Url,
     token: Option<&'a str>,
-    name: &'a ModelName,
+    name: &'a RepoName,
 }
 
 /// Which redirects are followed.
@@ -92,7 +92,7 @@ struct Ref {
 }
 
 impl<'a> Client<'a> {
-    pub(super) fn new(options: &'a HubOptions, name: &'a ModelName) -> Result<Self> {
+    pub(super) fn new(options: &'a HubOptions, name: &'a RepoName) -> Result<Self> {
         let given = &options.endpoint;
         let wrong = |reason: String| HubError::Address { what: "HF_ENDPOINT", given: given.clone(), reason };
         let endpoint = Url::parse(given).map_err(|error| wrong(error.to_string()))?;
@@ -116,7 +116,8 @@ impl<'a> Client<'a> {
 
     /// Commit and files of the revision.
     pub(super) fn info(&self) -> Result<Info> {
-        let path = format!("api/models/{}/revision/{}?blobs=true", self.name.repo, self.name.revision_segment());
+        let RepoName { kind, repo, .. } = self.name;
+        let path = format!("api/{}/{repo}/revision/{}?blobs=true", kind.plural(), self.name.revision_segment());
         let url = self.url(&path)?;
         let info: Info = match self.json(&url) {
             Err(error @ (HubError::RepoNotFound { .. } | HubError::RevisionNotFound { .. })) => {
@@ -135,7 +136,7 @@ impl<'a> Client<'a> {
 
     /// Names of branches and tags; `None` if the Hub does not tell.
     fn refs(&self) -> Option<Vec<String>> {
-        let url = self.url(&format!("api/models/{}/refs", self.name.repo)).ok()?;
+        let url = self.url(&format!("api/{}/{}/refs", self.name.kind.plural(), self.name.repo)).ok()?;
         let refs: Refs = self.json(&url).ok()?;
         Some(refs.branches.into_iter().chain(refs.tags).map(|found| found.name).collect())
     }
@@ -179,7 +180,13 @@ impl<'a> Client<'a> {
     }
 
     fn file_url(&self, commit: &str, file: &str) -> Result<Url> {
-        self.url(&format!("{}/resolve/{commit}/{file}", self.name.repo))
+        let RepoName { kind, repo, .. } = self.name;
+        let mut url = self.url(&format!("{}{repo}/resolve/{commit}", kind.page_prefix()))?;
+        // Names of files may hold any sign; the library escapes those that mean something in an address.
+        if let Ok(mut segments) = url.path_segments_mut() {
+            segments.extend(file.split('/'));
+        }
+        Ok(url)
     }
 
     fn send(
@@ -230,7 +237,9 @@ impl<'a> Client<'a> {
     fn refused(&self, response: Response, url: &Url, file: Option<&str>) -> HubError {
         let status = response.status();
         let repo = self.name.repo.clone();
-        let page = self.url(&repo).map_or_else(|_| repo.clone(), |url| url.to_string());
+        let page = self
+            .url(&format!("{}{repo}", self.name.kind.page_prefix()))
+            .map_or_else(|_| repo.clone(), |url| url.to_string());
         let token_sent = self.token.is_some();
         let code = response.header("x-error-code").unwrap_or_default().to_string();
         let at_hub = self.at_hub(url);
@@ -250,6 +259,7 @@ impl<'a> Client<'a> {
             },
             ("RepoNotFound", _) | ("", 401 | 404) if at_hub => HubError::RepoNotFound {
                 repo,
+                is_data: self.name.kind == Kind::Data,
                 endpoint: self.endpoint.as_str().trim_end_matches('/').to_string(),
                 page,
                 token_sent,

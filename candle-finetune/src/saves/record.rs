@@ -23,6 +23,8 @@ pub struct State {
     pub position: Position,
     /// Seed of the run.
     pub seed: u64,
+    /// What tells the training data from others, as the caller makes it.
+    pub data: String,
     /// The resolved settings of the run, as the caller writes them.
     pub settings: String,
     /// Validation loss after this step, if it was measured; the checkpoint with the lowest one is the best. A value that
