@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use crate::lora::LoraError;
 use crate::weights::{FileFault, Mismatch};
 
 /// What every fallible function of this crate returns.
@@ -17,6 +18,10 @@ pub enum Error {
     /// Sharding, attention or the loss failed.
     #[error(transparent)]
     Cp(#[from] candle_cp::Error),
+
+    /// Adapters were asked for, or read, that cannot be had.
+    #[error(transparent)]
+    Lora(#[from] Box<LoraError>),
 
     /// A file could not be read or written.
     #[error("cannot {action} {}: {cause}", path.display())]
@@ -218,4 +223,10 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+}
+
+impl From<LoraError> for Error {
+    fn from(error: LoraError) -> Self {
+        Self::Lora(Box::new(error))
+    }
 }

@@ -30,6 +30,21 @@ pub(crate) fn tensor(spec: &TensorSpec, dtype: DType, device: &Device, seed: u64
     Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
 }
 
+/// Even numbers between minus this bound and the bound; they depend on the seed, the name and the shape only.
+pub(crate) fn uniform(
+    name: &str,
+    shape: &[usize],
+    bound: f64,
+    dtype: DType,
+    device: &Device,
+    seed: u64,
+) -> candle_core::Result<Tensor> {
+    let mut stream = Normal::new(seed, name);
+    let count = shape.iter().product();
+    let values: Vec<f64> = (0..count).map(|_| (2.0 * stream.uniform() - 1.0) * bound).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+}
+
 /// Standard normal numbers: SplitMix64 bits through the Box-Muller transform. Written out here because saved
 /// results name a seed, and a generator from a library may change its stream with a version.
 struct Normal {

@@ -58,7 +58,8 @@ impl WeightFiles {
         }
     }
 
-    fn open_single(path: PathBuf) -> Result<Self> {
+    /// Opens one file.
+    pub(super) fn open_single(path: PathBuf) -> Result<Self> {
         match WeightFile::open(path.clone())? {
             Opened::Faulty(fault) => Err(Error::WeightFiles { path, files: 1, faults: vec![fault] }),
             Opened::Whole(file) => {
