@@ -21,7 +21,7 @@ pub enum Error {
 
     /// Adapters were asked for, or read, that cannot be had.
     #[error(transparent)]
-    Lora(#[from] LoraError),
+    Lora(#[from] Box<LoraError>),
 
     /// A file could not be read or written.
     #[error("cannot {action} {}: {cause}", path.display())]
@@ -232,4 +232,10 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+}
+
+impl From<LoraError> for Error {
+    fn from(error: LoraError) -> Self {
+        Self::Lora(Box::new(error))
+    }
 }

@@ -2,106 +2,12 @@
 
 mod support;
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::collections::BTreeSet;
 
 use candle_core::{DType, Device, Tensor};
-use candle_cp::comm::threads;
-use candle_cp::{CpContext, LayoutKind};
-use candle_gemma4::{Config, Error, LoadOptions, Model, Part, Recompute, Weights};
-use support::{Case, assert_close, fixture, largest, variant};
-
-/// A folder that `make_lora.py` made: adapters and what PEFT computes with them.
-#[derive(Debug, Clone)]
-struct Golden {
-    name: &'static str,
-    base: PathBuf,
-    /// Name in the golden file, and the input.
-    cases: Vec<(&'static str, PathBuf)>,
-}
-
-impl Golden {
-    fn of_fixture(name: &'static str, cases: &[&'static str]) -> Self {
-        let family = fixture(&format!("gemma4-{name}"));
-        let case = |&case| (case, family.join("goldens").join(format!("{case}.safetensors")));
-        Self { name, base: family.join("checkpoint"), cases: cases.iter().map(case).collect() }
-    }
-
-    fn of_variant(name: &'static str) -> Self {
-        Self { name, base: variant(name), cases: vec![("case", variant(name).join("case.safetensors"))] }
-    }
-
-    fn all() -> [Self; 5] {
-        [
-            Self::of_fixture("dense", &["case2_images"]),
-            Self::of_fixture("effective", &["case2_images", "case5_audio"]),
-            Self::of_variant("clipped"),
-            Self::of_variant("moe"),
-            Self::of_variant("unified"),
-        ]
-    }
-
-    fn adapter(&self) -> PathBuf {
-        variant("lora").join(self.name)
-    }
-
-    fn config(&self) -> Config {
-        Config::from_folder(&self.base).unwrap()
-    }
-
-    fn bare(&self, dtype: DType) -> Weights {
-        frozen(&self.base, dtype)
-    }
-
-    fn weights(&self, dtype: DType) -> Weights {
-        let mut weights = self.bare(dtype);
-        weights.load_lora(&self.adapter(), &self.config()).unwrap();
-        weights
-    }
-}
-
-fn frozen(base: &Path, dtype: DType) -> Weights {
-    let options = LoadOptions::new().freeze(Part::ALL);
-    Weights::load_with(base, &Config::from_folder(base).unwrap(), dtype, &Device::Cpu, &options).unwrap()
-}
-
-/// One forward and backward pass over all ranks.
-struct Pass {
-    /// Of the whole batch.
-    logits: Tensor,
-    loss: f64,
-    /// Summed over ranks; variables without a gradient are absent.
-    gradients: BTreeMap<String, Tensor>,
-}
-
-fn pass(config: &Config, weights: &Weights, case: &Path, ranks: usize, recompute: fn() -> Recompute) -> Pass {
-    let case = Case::load(case);
-    let mut of_ranks = threads::run(ranks, &threads::Options::default(), |comm| {
-        let model = Model::new(config, weights)?;
-        let tokens = case.tokens();
-        let context = CpContext::new(comm.clone(), LayoutKind::HeadTail.layout(&tokens, ranks, &[])?, tokens)?;
-        let embeds = model.embed(&case.inputs(), &mut ())?;
-        let local = model.shard(&embeds, case.get("input.input_ids"), &context)?;
-        let recompute = recompute();
-        let hidden = model.decode_with(&local, &context, &recompute, &mut ())?;
-        let loss = model.loss(&hidden, &context.shard_labels(case.get("input.labels"))?)?;
-        let store = recompute.backward(&loss)?;
-        for (name, tensor) in weights.frozen() {
-            assert!(store.get(tensor).is_none(), "{name} is frozen and has a gradient");
-        }
-        let mut gradients = BTreeMap::new();
-        for (name, variable) in weights.variables() {
-            if let Some(gradient) = store.get(variable) {
-                gradients.insert(name.clone(), comm.all_reduce_sum(gradient)?);
-            }
-        }
-        let logits = context.gather(&model.logits(&hidden)?, 1)?;
-        let loss = comm.all_reduce_sum(&loss)?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
-        Ok::<_, Error>(Pass { logits, loss, gradients })
-    })
-    .unwrap();
-    of_ranks.swap_remove(0)
-}
+use candle_gemma4::{LoraOptions, Part, Recompute, Weights};
+use support::adapters::{Golden, Pass, pass};
+use support::{Case, assert_close, largest, values};
 
 #[test]
 fn logits_loss_and_gradients_are_those_of_peft() {
@@ -157,4 +63,91 @@ fn assert_vector(place: &str, weights: &Weights, found: &Pass, expected: &Tensor
         }
     }
     assert_eq!(start, expected.elem_count(), "{place}");
+}
+
+#[test]
+fn recomputation_gives_the_same_bits() {
+    for golden in [Golden::of_fixture("dense", &["case2_images"]), Golden::of_fixture("effective", &["case2_images"])] {
+        let (config, weights) = (golden.config(), golden.weights(DType::F32));
+        for ranks in [1, 3] {
+            let run = |recompute| pass(&config, &weights, &golden.cases[0].1, ranks, recompute);
+            let (kept, again) = (run(Recompute::off), run(Recompute::on));
+            assert_eq!(kept.gradients.keys().collect::<Vec<_>>(), again.gradients.keys().collect::<Vec<_>>());
+            for (name, gradient) in &kept.gradients {
+                assert_eq!(values(gradient), values(&again.gradients[name]), "{}, {ranks} ranks: {name}", golden.name);
+            }
+        }
+    }
+}
+
+/// Adapters of one projection alone, with and without anything trained before it.
+#[test]
+fn gradients_reach_adapters_wherever_they_are() {
+    let golden = Golden::of_fixture("effective", &["case2_images"]);
+    let config = golden.config();
+    for target in ["down_proj", "q_proj", "per_layer_model_projection", "7.self_attn.o_proj"] {
+        let mut weights = golden.bare(DType::F32);
+        let options = LoraOptions::new(2, 4.0).targets(target.parse().unwrap());
+        weights.add_lora(&config, &options, 5).unwrap();
+        for (name, variable) in weights.variables() {
+            variable.set(&support::numbers(variable.dims(), name.len() as f64)).unwrap();
+        }
+        let one = pass(&config, &weights, &golden.cases[0].1, 1, Recompute::off);
+        let three = pass(&config, &weights, &golden.cases[0].1, 3, Recompute::on);
+        assert_eq!(one.gradients.len(), weights.variables().len(), "{target}");
+        for (name, gradient) in &one.gradients {
+            assert!(largest(gradient) > 0.0, "{target}: {name}");
+            assert_close(name, &three.gradients[name], gradient, 1e-4 * largest(gradient));
+        }
+    }
+}
+
+#[test]
+fn fresh_adapters_change_nothing_and_come_from_the_seed() {
+    let golden = Golden::of_fixture("dense", &["case2_images"]);
+    let config = golden.config();
+    let fresh = |seed| {
+        let mut weights = golden.bare(DType::F32);
+        weights.add_lora(&config, &LoraOptions::new(3, 6.0).parts([Part::Text, Part::Vision]), seed).unwrap();
+        weights
+    };
+    let (weights, again, other) = (fresh(1), fresh(1), fresh(2));
+    for (name, variable) in weights.variables() {
+        let numbers = values(variable);
+        assert_eq!(numbers, values(&again.variables()[name]), "{name}");
+        match name.ends_with("lora_B.weight") {
+            true => assert!(numbers.iter().all(|value| *value == 0.0), "{name}"),
+            false => {
+                // As PEFT: even between plus and minus one over the root of the inputs.
+                let bound = (variable.dim(1).unwrap() as f64).powf(-0.5);
+                assert!(largest(variable) <= bound && largest(variable) > 0.8 * bound, "{name}");
+                assert_ne!(numbers, values(&other.variables()[name]), "{name}");
+            }
+        }
+    }
+    let case = &golden.cases[0].1;
+    let with = pass(&config, &weights, case, 1, Recompute::off);
+    let without = pass(&config, &golden.bare(DType::F32), case, 1, Recompute::off);
+    assert_eq!(values(&with.logits), values(&without.logits));
+    for (name, gradient) in &with.gradients {
+        assert_eq!(largest(gradient) == 0.0, name.ends_with("lora_A.weight"), "{name}: B is zero, so A has no slope");
+    }
+}
+
+/// Adapters and their gradients stay in f32 over a model in bf16.
+#[test]
+fn adapters_are_wide_over_a_short_type() {
+    let golden = Golden::of_fixture("dense", &["case2_images"]);
+    let config = golden.config();
+    let run = |dtype| pass(&config, &golden.weights(dtype), &golden.cases[0].1, 2, Recompute::off);
+    let (wide, short) = (run(DType::F32), run(DType::BF16));
+    assert!((wide.loss - short.loss).abs() < 0.02 * wide.loss, "{} {}", wide.loss, short.loss);
+    assert_eq!(golden.weights(DType::F64).variables().values().next().unwrap().dtype(), DType::F64);
+    for (name, variable) in golden.weights(DType::BF16).variables() {
+        assert_eq!((variable.dtype(), short.gradients[name].dtype()), (DType::F32, DType::F32), "{name}");
+        let (a, b) = (&wide.gradients[name], &short.gradients[name]);
+        let dot = |a: &Tensor, b: &Tensor| values(&(a * b).unwrap()).iter().sum::<f64>();
+        let cosine = dot(a, b) / (dot(a, a) * dot(b, b)).sqrt();
+        assert!(cosine > 0.98, "{name}: gradients point elsewhere, {cosine}");
+    }
 }
