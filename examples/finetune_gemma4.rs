@@ -40,8 +40,7 @@ fn command() -> Command {
         let short = setting.flag.map(|flag| flag.trim_start_matches('-'));
         let arg = Arg::new(setting.key).long(short.unwrap_or(setting.key)).help(setting.help).allow_hyphen_values(true);
         let arg = if short.is_some() { arg.alias(setting.key) } else { arg };
-        let section = setting.key.split('.').next().unwrap_or_default();
-        let arg = arg.help_heading(format!("[{section}]"));
+        let arg = arg.help_heading(setting.key.split_once('.').map(|(section, _)| section));
         match setting.value {
             "" => arg.num_args(0..=1).default_missing_value("true").require_equals(true).value_name("true|false"),
             value => arg.value_name(value),

@@ -46,7 +46,7 @@ impl Gradients {
     ///
     /// # Panics
     /// The parameters differ.
-    pub fn add(self, other: &Self) -> Result<Self> {
+    pub fn plus(self, other: &Self) -> Result<Self> {
         assert!(self.named.keys().eq(other.named.keys()), "gradients of different parameters");
         let sums = self.named.into_iter().zip(other.named.values());
         let sums = sums.map(|((name, mine), other)| Ok((name, (mine + other)?)));

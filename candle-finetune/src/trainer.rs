@@ -107,7 +107,7 @@ impl<'a> Trainer<'a> {
             let (part, local) = self.local_gradients(batch, &context, &labels)?;
             loss = (loss + part)?;
             gradients = Some(match gradients {
-                Some(sum) => sum.add(&local)?,
+                Some(sum) => sum.plus(&local)?,
                 None => local,
             });
         }
