@@ -407,6 +407,20 @@ fn templates_without_end_or_bounds_are_refused() {
     }
 }
 
+/// About a million tokens, in many messages or in few.
+#[test]
+fn long_chats_are_within_bounds() {
+    for (count, words) in [(10_000, 80), (2, 400_000)] {
+        let text = "a long text ".repeat(words / 2);
+        let message = |n: usize| Message::text(["user", "assistant"][n % 2], &text);
+        let messages: Vec<_> = (0..count).map(message).collect();
+        for chat in encoders() {
+            let rendered = chat.render(&messages, &TemplateInputs::default()).unwrap();
+            assert!(rendered.text.len() > 4_000_000, "{}", rendered.text.len());
+        }
+    }
+}
+
 /// The engine walks expressions by recursion, so chains are bounded; what is within the bound is rendered.
 #[test]
 fn long_chains_do_not_overflow_the_stack() {
