@@ -279,6 +279,22 @@ fn every_field_of_a_model_with_every_odd_value() {
     }
 }
 
+/// Every layer and expert has names of its own, so their number is bounded before the list of names is made.
+#[test]
+fn more_layers_than_memory_holds_are_refused() {
+    for (family, part, field) in [
+        ("gemma4-dense", "vision_config", "num_hidden_layers"),
+        ("gemma4-effective", "audio_config", "num_hidden_layers"),
+        ("gemma4-moe", "text_config", "num_experts"),
+    ] {
+        let mut json: Value = serde_json::from_str(&config_of(family)).unwrap();
+        json[part][field] = json!(2_147_483_647);
+        let error = ModelConfig::from_json(&json.to_string()).unwrap_err().to_string();
+        let told = format!("{part}.{field} is 2147483647: a whole number from 1 to 4096 is needed");
+        assert!(error.contains(&told), "{error}");
+    }
+}
+
 proptest! {
     #![proptest_config(config(300))]
 

@@ -6,7 +6,7 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Value,
 
 use super::{generation, json, methods};
 
-/// Most steps of a template; 64 bytes that it handles count as one. A chat of a million tokens takes a tenth of it.
+/// Most steps of a template; 64 bytes that it handles count as one. A chat of a million tokens is far below it.
 const FUEL: u64 = 10_000_000;
 
 /// An engine with the settings, functions and filters that transformers gives to chat templates.
