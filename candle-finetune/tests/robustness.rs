@@ -141,7 +141,7 @@ fn value() -> impl Strategy<Value = Value> {
     leaf.prop_recursive(4, 24, 4, move |inner| {
         prop_oneof![
             prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
-            prop::collection::btree_map(key.clone(), inner, 0..5).prop_map(|map| Value::from_iter(map)),
+            prop::collection::btree_map(key.clone(), inner, 0..5).prop_map(Value::from_iter),
         ]
     })
 }

@@ -167,7 +167,7 @@ fn value() -> impl Strategy<Value = serde_json::Value> {
         prop_oneof![
             prop::collection::vec(inner.clone(), 0..4).prop_map(serde_json::Value::from),
             prop::collection::btree_map(key.clone().prop_map(str::to_owned), inner, 0..4)
-                .prop_map(|map| serde_json::Value::from_iter(map)),
+                .prop_map(serde_json::Value::from_iter),
         ]
     })
 }
