@@ -241,7 +241,7 @@ fn samples_whose_pictures_do_not_fit() {
         "line 7: the rendered chat has 2 placeholder(s) <|image|>, but there are 1 picture(s)",
         "must not contain <|image|>",
     ];
-    holds(&fault(two, &[wide.clone()], None), &parts);
+    holds(&fault(two, std::slice::from_ref(&wide), None), &parts);
     let parts = [
         "line 7: picture 1 (wide.png) takes ",
         " soft tokens and ends at token ",

@@ -167,7 +167,7 @@ fn value() -> impl Strategy<Value = serde_json::Value> {
         prop_oneof![
             prop::collection::vec(inner.clone(), 0..4).prop_map(serde_json::Value::from),
             prop::collection::btree_map(key.clone().prop_map(str::to_owned), inner, 0..4)
-                .prop_map(|map| serde_json::Value::from_iter(map)),
+                .prop_map(serde_json::Value::from_iter),
         ]
     })
 }
@@ -404,6 +404,20 @@ fn templates_without_end_or_bounds_are_refused() {
         let error = rendered.expect_err(&start);
         assert!(matches!(error, Error::Template { .. }), "{start}: {error}");
         assert!(error.to_string().len() < 1000, "{start}: a message of {} bytes", error.to_string().len());
+    }
+}
+
+/// About a million tokens, in many messages or in few.
+#[test]
+fn long_chats_are_within_bounds() {
+    for (count, words) in [(10_000, 80), (2, 400_000)] {
+        let text = "a long text ".repeat(words / 2);
+        let message = |n: usize| Message::text(["user", "assistant"][n % 2], &text);
+        let messages: Vec<_> = (0..count).map(message).collect();
+        for chat in encoders() {
+            let rendered = chat.render(&messages, &TemplateInputs::default()).unwrap();
+            assert!(rendered.text.len() > 4_000_000, "{}", rendered.text.len());
+        }
     }
 }
 

@@ -6,8 +6,8 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Value,
 
 use super::{generation, json, methods};
 
-/// Instructions of a template, and times 64 bytes that it handles: seconds and gigabytes, far beyond any chat.
-const FUEL: u64 = 50_000_000;
+/// Most steps of a template; 64 bytes that it handles count as one. A chat of a million tokens is far below it.
+const FUEL: u64 = 10_000_000;
 
 /// An engine with the settings, functions and filters that transformers gives to chat templates.
 pub(super) fn environment() -> Environment<'static> {
