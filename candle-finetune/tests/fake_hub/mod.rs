@@ -39,6 +39,8 @@ pub struct Seen {
 /// What the Hub has.
 #[derive(Debug, Default)]
 pub struct Repository {
+    /// Whether it is a data set; else a model.
+    pub is_data: bool,
     pub name: String,
     pub commit: String,
     pub files: BTreeMap<String, Vec<u8>>,
@@ -136,7 +138,7 @@ fn answer(
     let first = lines.next().unwrap_or_else(|| Ok(String::new()))?;
     let mut words = first.split(' ');
     let (method, target) = (words.next().unwrap_or_default().to_string(), words.next().unwrap_or_default());
-    let path = target.split('?').next().unwrap().to_string();
+    let path = target.split('?').next().unwrap().replace("%20", " ").replace("%23", "#");
     let mut headers = BTreeMap::new();
     for line in lines {
         let line = line?;
@@ -186,9 +188,10 @@ impl Repository {
         if let Some(rest) = self.earlier_name.as_ref().and_then(|name| path.strip_prefix(&format!("/{name}/"))) {
             return reply(307, &[("location", &format!("/{}/{rest}", self.name))], "");
         }
-        let api = format!("/api/models/{}/", self.name);
-        let resolve = format!("/{}/resolve/", self.name);
-        let cached = format!("/api/resolve-cache/models/{}/{}/", self.name, self.commit);
+        let (kind, prefix) = if self.is_data { ("datasets", "/datasets") } else { ("models", "") };
+        let api = format!("/api/{kind}/{}/", self.name);
+        let resolve = format!("{prefix}/{}/resolve/", self.name);
+        let cached = format!("/api/resolve-cache/{kind}/{}/{}/", self.name, self.commit);
         if let Some((status, code, _)) = self.refusal.filter(|(.., all)| *all || !path.starts_with(&api)) {
             return self.error(status, code);
         }
@@ -221,7 +224,7 @@ impl Repository {
                     [("x-linked-etag", etag.as_str()), ("x-linked-size", &size), ("x-repo-commit", &self.commit)];
                 reply(302, &[&head[..], &[("location", &location)]].concat(), "")
             }
-            Some(_) => reply(307, &[("location", &format!("{cached}{file}"))], ""),
+            Some(_) => reply(307, &[("location", &format!("{cached}{file}").replace(' ', "%20").replace('#', "%23"))], ""),
         }
     }
 

@@ -90,11 +90,11 @@ parquet("chat-beside.parquet",
                    ("messages", pa.list_(pa.struct([("content", pa.list_(beside)), ("role", pa.string())])))]),
         compression="zstd", data_page_size=1, write_batch_size=1, write_page_index=True, data_page_version="2.0")
 
-# Messages as a JSON text; pictures that repeat are in a dictionary.
+# Messages as a JSON text; pictures that repeat are in a dictionary; version 1 pages of few values, with a page index.
 parquet("chat-json.parquet",
         [{"messages": json.dumps(messages(chat, bare_part)), "images": [image(name) for name in pictures(chat)] or None}
          for chat in CHATS],
-        pa.schema([("messages", pa.string()), ("images", pa.list_(IMAGE))]), compression="gzip")
+        pa.schema([("messages", pa.string()), ("images", pa.list_(IMAGE))]), compression="gzip", data_page_size=1, write_batch_size=2, write_page_index=True)
 
 # Prompt and completion with one picture, or with a path to one, or with none.
 PAIRS = [("<|image|>What?", "A cat.", "a.png"), ("Hi", "Yes?", None), ("So <|image|>?", "So.", "b.png"),
