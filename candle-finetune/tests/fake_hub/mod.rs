@@ -176,7 +176,11 @@ fn reply(status: u16, head: &[(&str, &str)], body: impl Into<Vec<u8>>) -> Answer
 
 impl Repository {
     fn etag(&self, file: &str) -> String {
-        self.etags.get(file).cloned().unwrap_or_else(|| format!("tag-of-{}", file.replace('/', "-")))
+        let plain = |sign: char| if matches!(sign, '/' | ' ' | '#') { '-' } else { sign };
+        self.etags
+            .get(file)
+            .cloned()
+            .unwrap_or_else(|| format!("tag-of-{}", file.chars().map(plain).collect::<String>()))
     }
 
     fn error(&self, status: u16, code: &str) -> Answer {
@@ -224,7 +228,9 @@ impl Repository {
                     [("x-linked-etag", etag.as_str()), ("x-linked-size", &size), ("x-repo-commit", &self.commit)];
                 reply(302, &[&head[..], &[("location", &location)]].concat(), "")
             }
-            Some(_) => reply(307, &[("location", &format!("{cached}{file}").replace(' ', "%20").replace('#', "%23"))], ""),
+            Some(_) => {
+                reply(307, &[("location", &format!("{cached}{file}").replace(' ', "%20").replace('#', "%23"))], "")
+            }
         }
     }
 
