@@ -88,7 +88,7 @@ fn in_one_folder<'a>(candidates: Vec<Candidate<'a>>, folder: &str) -> Result<Vec
     let folders: BTreeSet<&str> = candidates.iter().map(|candidate| candidate.folder.as_str()).collect();
     let chosen = match folders.iter().collect::<Vec<_>>()[..] {
         [] => return Err(format!("has no .jsonl or .parquet file in {folder:?}")),
-        [first, ..] if first.is_empty() => String::new(),
+        ["", ..] => String::new(),
         [only] => only.to_string(),
         _ => {
             let folders: Vec<&str> = folders.into_iter().collect();
@@ -390,7 +390,7 @@ mod tests {
             (
                 &["ocr/train.jsonl", "b/x.csv"],
                 Some("ocr/dev"),
-                &["no split \"dev\" in \"ocr\"", "such as :ocr/train", "for example"].split_at(1).0,
+                &["no split \"dev\" in \"ocr\"; it has train: write for example :ocr/train"],
             ),
             (&["b/x.csv", "a.jsonl"], Some("b"), &["no .jsonl or .parquet file in \"b\""]),
             (
