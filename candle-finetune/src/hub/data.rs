@@ -86,7 +86,7 @@ fn candidate<'a>(path: &'a str, folder: &str) -> Option<Candidate<'a>> {
 /// The candidates directly in the folder; if there are none, those of the one folder in it.
 fn in_one_folder<'a>(candidates: Vec<Candidate<'a>>, folder: &str) -> Result<Vec<Candidate<'a>>, String> {
     let folders: BTreeSet<&str> = candidates.iter().map(|candidate| candidate.folder.as_str()).collect();
-    let chosen = match folders.iter().collect::<Vec<_>>()[..] {
+    let chosen = match folders.iter().copied().collect::<Vec<&str>>()[..] {
         [] => return Err(format!("has no .jsonl or .parquet file in {folder:?}")),
         ["", ..] => String::new(),
         [only] => only.to_string(),
