@@ -107,6 +107,17 @@ fn a_split_of_jsonl_comes_with_the_pictures_it_names() {
 }
 
 #[test]
+fn a_list_that_the_hub_cuts_is_read_from_the_tree() {
+    let setting = jsonl();
+    setting.hub.repository().long_list = true;
+    assert_eq!(setting.pulled("hub:org/tiny"), ["data/train.jsonl"]);
+    assert!(setting.snapshot().join("images/a b#1.png").is_file());
+    let log = setting.lines();
+    let pages = log.iter().filter(|line| line.contains("/api/datasets/org/tiny/tree/0123abc")).count();
+    assert_eq!(pages, 6, "{log:?}");
+}
+
+#[test]
 fn offline_takes_what_was_pulled_and_names_what_was_not() {
     let mut setting = jsonl();
     setting.options.offline = true;
@@ -121,8 +132,16 @@ fn offline_takes_what_was_pulled_and_names_what_was_not() {
     fs::remove_file(setting.snapshot().join("data/c.png")).unwrap();
     setting.fails("hub:org/tiny", &["org/tiny at main: data/c.png is missing"]);
     assert!(setting.lines().is_empty());
-    // Python's library leaves no list: then the folder tells.
-    fs::remove_dir_all(setting.snapshot().join("../../.listed")).unwrap();
+    // Python's library leaves a list of its own; older ones leave none: then the folder tells.
+    let repository = setting.snapshot().join("../..");
+    fs::remove_dir_all(repository.join(".listed")).unwrap();
+    fs::create_dir(repository.join("trees")).unwrap();
+    let trees = r#"{"format_version": 1, "files": {"data/dev.jsonl": {"size": 1}, "data/train.jsonl": {"size": 1}}}"#;
+    fs::write(repository.join("trees/0123abc.json"), trees).unwrap();
+    setting.fails("hub:org/tiny:dev", &["data/dev.jsonl is missing"]);
+    assert_eq!(setting.pulled("hub:org/tiny"), ["data/train.jsonl"]);
+    fs::remove_dir_all(repository.join("trees")).unwrap();
+    setting.fails("hub:org/tiny:dev", &["the copy there has no split \"dev\"; it has train"]);
     assert_eq!(setting.pulled("hub:org/tiny"), ["data/train.jsonl"]);
 }
 

@@ -46,6 +46,8 @@ pub struct Repository {
     pub files: BTreeMap<String, Vec<u8>>,
     /// Files that the storage sends.
     pub large: BTreeSet<String>,
+    /// Whether the list of files is so long that the Hub cuts it: then it has none of these, and the tree has all.
+    pub long_list: bool,
     /// ETags; a file without an entry has one that is no hash.
     pub etags: BTreeMap<String, String>,
     pub revisions: Vec<String>,
@@ -199,6 +201,9 @@ impl Repository {
         if let Some((status, code, _)) = self.refusal.filter(|(.., all)| *all || !path.starts_with(&api)) {
             return self.error(status, code);
         }
+        if let Some(page) = path.strip_prefix(&format!("{api}tree/{}", self.commit)) {
+            return self.tree(&api, page);
+        }
         if let Some(rest) = path.strip_prefix(&api) {
             return match rest.strip_prefix("revision/").map(|revision| revision.replace("%2F", "/")) {
                 Some(revision) if self.knows(&revision) => reply(200, &[], self.list()),
@@ -238,7 +243,25 @@ impl Repository {
         revision == self.commit || self.revisions.iter().any(|known| known == revision)
     }
 
+    /// One file a page; the page's number is a part of the path.
+    fn tree(&self, api: &str, page: &str) -> Answer {
+        let page: usize = page.trim_start_matches('/').parse().unwrap_or(0);
+        let (name, content) = self.files.iter().nth(page).unwrap();
+        let size = content.len();
+        let body = format!(
+            "[{{\"type\": \"directory\", \"path\": \"d\", \"oid\": \"1\", \"size\": 0}}, {{\"type\": \"file\", \"path\": \"{name}\", \
+             \"oid\": \"2\", \"size\": {size}, \"lfs\": {{\"oid\": \"3\", \"size\": {size}, \"pointerSize\": 9}}}}]"
+        );
+        let next = format!("<{api}tree/{}/{}?cursor=x>; rel=\"next\"", self.commit, page + 1);
+        let head = [("link", next.as_str())];
+        reply(200, if page + 1 < self.files.len() { &head } else { &[] }, body)
+    }
+
     fn list(&self) -> String {
+        if self.long_list {
+            let files: Vec<String> = (0..50_000).map(|n| format!("{{\"rfilename\": \"images/{n}.png\"}}")).collect();
+            return format!("{{\"sha\": \"{}\", \"siblings\": [{}]}}", self.commit, files.join(", "));
+        }
         let files = self
             .files
             .iter()
