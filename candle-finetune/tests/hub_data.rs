@@ -237,3 +237,29 @@ fn local_files_folders_and_what_is_neither() {
         .fails("org/tiny", &["there is no such file or folder; if a data set of the Hub is meant, write hub:org/tiny"]);
     assert!(setting.lines().is_empty());
 }
+
+#[cfg(feature = "parquet")]
+#[test]
+fn shards_from_the_hub_are_one_data_set() {
+    use candle_finetune::Encoder;
+    use candle_finetune::jsonl::Lines;
+
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let shards = ["plain.parquet", "chat-inside.parquet"].map(|name| here.join("tests/data/parquet").join(name));
+    let contents = shards.each_ref().map(|path| fs::read(path).unwrap());
+    let setting = setting(&[
+        ("data/train-00000-of-00002.parquet", &contents[0]),
+        ("data/train-00001-of-00002.parquet", &contents[1]),
+        ("data/test-00000-of-00001.parquet", b""),
+    ]);
+    let files = setting.pull("hub:org/tiny").unwrap();
+    assert_eq!(files.len(), 2);
+    let checkpoint = here.join("../fixtures/gemma4-dense/checkpoint");
+    let config = candle_gemma4::Config::from_folder(&checkpoint).unwrap();
+    let encoder = std::sync::Arc::new(Encoder::from_folder(&checkpoint, &config).unwrap());
+    let [pulled, local] = [&files[..], &shards[..]].map(|paths| Lines::read_all(paths, encoder.clone()).unwrap());
+    assert_eq!((pulled.len(), local.len()), (8, 8));
+    for index in 0..8 {
+        assert_eq!(pulled.sample(index).unwrap(), local.sample(index).unwrap());
+    }
+}

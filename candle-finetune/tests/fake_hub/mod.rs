@@ -276,7 +276,7 @@ impl Repository {
     }
 
     fn storage_answer(&mut self, path: &str, range: Option<usize>) -> Answer {
-        let file = path.rsplit('/').next().unwrap();
+        let file = path.strip_prefix("/blob/").unwrap_or(path);
         // A fixed answer of the Hub may name the place of the one large file as it likes.
         let named = self.files.get(file).or_else(|| self.files.get(self.large.first()?));
         let Some(content) = named.cloned() else { return self.error(404, "") };

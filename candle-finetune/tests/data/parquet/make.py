@@ -130,3 +130,18 @@ parquet("plain.parquet", [{"text": t, "label": 1.5} for t in PLAIN if t],
 # Columns that make no sample.
 parquet("vqa.parquet", [{"image": image("a.png"), "question": "What?", "answers": ["A cat."]}],
         pa.schema([("image", IMAGE), ("question", pa.string()), ("answers", pa.list_(pa.string()))]))
+
+# Rows that cannot be used, each for a reason that only Parquet has.
+CHAT = json.dumps([{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}])
+odd = pa.schema([("messages", pa.string()), ("image", IMAGE), ("images", pa.list_(IMAGE)), ("text", pa.binary()),
+                 ("tools", pa.struct([("numbers", pa.map_(pa.int32(), pa.string())), ("words", pa.map_(pa.string(), pa.string()))]))])
+parquet("odd.parquet", [
+    {"messages": "no JSON"},
+    {"messages": '{"role": "user"}'},
+    {"messages": '[{"role": "user", "role": "user"}]'},
+    {"messages": CHAT, "image": image("a.png"), "images": [image("a.png")]},
+    {"text": b"1 2"},
+    {"messages": CHAT, "tools": {"numbers": [(1, "a")]}},
+    {"messages": CHAT, "tools": {"words": [("k", "a"), ("k", "b")]}},
+    {"messages": CHAT, "image": image("a.png")},
+], odd)
