@@ -230,7 +230,13 @@ fn local_files_folders_and_what_is_neither() {
     assert_eq!(setting.pull(&name(&b)).unwrap(), [b]);
     let train = write("data/train-00000-of-00001.jsonl");
     write("data/test-00000-of-00001.jsonl");
-    assert_eq!(setting.pull(&name(dir.path())).unwrap(), [train]);
+    assert_eq!(setting.pull(&name(dir.path())).unwrap()[..], [&*train]);
+    fs::remove_file(train).unwrap();
+    fs::remove_file(dir.path().join("a.jsonl")).unwrap();
+    fs::remove_file(dir.path().join("b.jsonl")).unwrap();
+    let error =
+        setting.fails(&name(dir.path()), &["has no split \"train\"; it has test; give the file or the folder that"]);
+    assert!(error.is_usage() && !error.to_string().contains(":test"), "{error}");
     setting
         .fails("absent.jsonl", &["\"absent.jsonl\" cannot be used: there is no such file or folder; data is a .jsonl"]);
     setting
