@@ -223,7 +223,7 @@ impl Config {
             });
         }
         let mut data = |path: &Option<PathBuf>| match path {
-            Some(path) => resolve_data(&path.to_string_lossy(), options, progress).map_err(Error::DataHub),
+            Some(path) => resolve_data(&path.to_string_lossy(), options, progress).map_err(Error::from),
             None => Ok(Vec::new()),
         };
         sources.train = data(&self.data)?;

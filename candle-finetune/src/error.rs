@@ -32,7 +32,7 @@ pub enum Error {
 
     /// A data set's name or folder could not be turned into files.
     #[error("--data: {0}")]
-    DataHub(crate::hub::HubError),
+    DataHub(Box<crate::hub::HubError>),
 
     /// A flag has a value that cannot be used.
     #[error("{flag} {value:?}: allowed is {allowed}; {fix}")]
@@ -318,7 +318,8 @@ impl Error {
             | Self::OptimizerState { .. } => true,
             Self::Cp(candle_cp::Error::RankFailed { cause, .. }) => cause.downcast_ref().is_some_and(Self::is_usage),
             Self::Saves(error) => error.is_usage(),
-            Self::Hub(error) | Self::DataHub(error) => error.is_usage(),
+            Self::Hub(error) => error.is_usage(),
+            Self::DataHub(error) => error.is_usage(),
             Self::Gemma(error) => !matches!(error, candle_gemma4::Error::Candle(_) | candle_gemma4::Error::Cp(_)),
             Self::Candle(_)
             | Self::Cp(_)

@@ -106,7 +106,10 @@ fn local_data(spec: &str) -> Result<Vec<PathBuf>> {
         let listed: Vec<&str> = listed.iter().map(String::as_str).collect();
         let picked = data::pick(&listed, None).map_err(|reason| HubError::DataFiles {
             source_name: spec.to_string(),
-            reason: reason.replace(" :", " "),
+            reason: match reason.split_once(data::HINT) {
+                Some((reason, _)) => format!("{reason}; give the file or the folder that is meant"),
+                None => reason,
+            },
         })?;
         return Ok(data::in_folder(path, &picked));
     }

@@ -30,7 +30,8 @@ use crate::sample::Sample;
 
 /// All samples of one or several files. Tokens are kept in memory; pictures are read again whenever their sample comes:
 /// from their own files, or from their cells of a Parquet file. For a cell the pages of its one column and row group are
-/// walked up to its row: skipped unread if the column has no lists, else unpacked, which small row groups keep short.
+/// walked up to its row: skipped unread where the file tells how many rows they have (a column without lists, version 2
+/// pages, or a page index), else unpacked, which small row groups keep short.
 #[derive(Debug)]
 pub struct Lines {
     encoder: Arc<Encoder>,

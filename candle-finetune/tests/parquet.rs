@@ -101,6 +101,78 @@ mod with_the_feature {
     }
 
     #[test]
+    fn faults_that_only_parquet_has() {
+        let text = read("odd.parquet").unwrap_err().to_string();
+        for part in [
+            "odd.parquet: 8 of 8 rows cannot be used",
+            "row 1: \"messages\" is a text, but not a JSON list: expected ident",
+            "row 2: \"messages\" is an object; a list is needed",
+            "row 3: \"messages\" is a text, but not a JSON list: the key \"role\" stands twice in one object",
+            "row 4: \"image\" beside \"images\"; keep one of the two columns",
+            "row 5: \"text\" is binary; a text is needed: store it as a string",
+            "row 6: tools.numbers has a key that is no text",
+            "row 7: the key \"k\" stands twice in tools.words",
+            "row 8: 0 image part(s) without a source of their own, but 1 picture(s)",
+        ] {
+            assert!(text.contains(part), "{text}\nwithout: {part}");
+        }
+    }
+
+    /// The outcome of a file without rows and with this schema.
+    fn with_schema(schema: &str) -> String {
+        let schema = parquet::schema::parser::parse_message_type(&format!("message schema {{ {schema} }}")).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("data.parquet");
+        let file = fs::File::create(&path).unwrap();
+        let writer = parquet::file::writer::SerializedFileWriter::new(file, schema.into(), Default::default()).unwrap();
+        writer.close().unwrap();
+        Lines::read(&path, encoder()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn shapes_of_columns_that_are_read_and_that_are_not() {
+        let text = "optional binary text (UTF8);";
+        for (schema, part) in [
+            (text.to_string(), "data.parquet has no sample"),
+            // Lists of old writers, bare repeated fields, maps; other columns may have any type.
+            (format!("{text} optional group tools (LIST) {{ repeated binary array (UTF8); }}"), "has no sample"),
+            (
+                format!("{text} optional group tools (LIST) {{ repeated group array {{ required int32 a; }} }}"),
+                "has no sample",
+            ),
+            (format!("{text} repeated group tools {{ required int32 a; required boolean b; }}"), "has no sample"),
+            (
+                format!(
+                    "{text} optional group tools (MAP) {{ repeated group key_value {{ required binary key (UTF8); optional double value; }} }}"
+                ),
+                "has no sample",
+            ),
+            (format!("{text} required int96 time; required group g {{ required int32 day (DATE); }}"), "has no sample"),
+            (
+                format!("{text} optional int32 tools (DATE);"),
+                "column \"tools\" is of the type INT32 DATE, which is not read",
+            ),
+            (format!("{text} required group tools {{ required int96 t; }}"), "column \"t\" is of the type INT96 NONE"),
+            (
+                format!("{text} optional group tools (LIST) {{ required int32 a; }}"),
+                "column \"tools\" is a list or map of an unknown form",
+            ),
+            (
+                format!("{text} optional group tools (MAP) {{ repeated group key_value {{ required int32 key; }} }}"),
+                "is a map without keys",
+            ),
+            (format!("{text} {text}"), "the column \"text\" stands twice"),
+            (
+                format!("{text} required group tools {{ required int32 a; required int32 a; }}"),
+                "the field \"a\" stands twice in \"tools\"",
+            ),
+        ] {
+            let found = with_schema(&schema);
+            assert!(found.contains(part), "{schema}: {found}");
+        }
+    }
+
+    #[test]
     fn columns_without_a_sample_are_named_with_those_that_are_understood() {
         let error = read("vqa.parquet").unwrap_err();
         let text = error.to_string();

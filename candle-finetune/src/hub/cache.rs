@@ -62,10 +62,14 @@ impl Cache {
         fs::write(&path, text).map_err(io_at("write", &path, 0))
     }
 
-    /// The files that a commit has, if they were noted.
+    /// The files that a commit has, if they were noted: here, or by Python's library in its own way.
     pub(super) fn list(&self, commit: &str) -> Option<Vec<String>> {
-        let text = fs::read_to_string(self.folder().join(LISTS).join(commit)).ok()?;
-        Some(text.lines().map(str::to_string).collect())
+        if let Ok(text) = fs::read_to_string(self.folder().join(LISTS).join(commit)) {
+            return Some(text.lines().map(str::to_string).collect());
+        }
+        let text = fs::read(self.folder().join("trees").join(format!("{commit}.json"))).ok()?;
+        let tree: serde_json::Value = serde_json::from_slice(&text).ok()?;
+        Some(tree.get("files")?.as_object()?.keys().cloned().collect())
     }
 
     /// The commit that a revision is or was when it was pulled last.

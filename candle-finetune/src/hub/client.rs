@@ -13,6 +13,10 @@ use super::spec::{Kind, RepoName, is_plain};
 
 /// Redirects that are followed for one request.
 const MAX_REDIRECTS: usize = 10;
+/// A list of files of this length may be cut; the tree tells all, page by page.
+const LONG_LIST: usize = 50_000;
+/// Pages of a tree that are asked for; no repository has as many.
+const MAX_PAGES: usize = 10_000;
 /// Longest list or error text that is read, in bytes.
 const MAX_TEXT: u64 = 32 << 20;
 /// Characters of an error text that a message shows.
@@ -77,6 +81,24 @@ pub(super) struct Lfs {
     pub(super) sha256: Option<String>,
 }
 
+/// A file or folder in a page of the tree of a revision.
+#[derive(Deserialize)]
+struct Entry {
+    #[serde(rename = "type")]
+    kind: String,
+    path: String,
+    size: Option<u64>,
+    /// Its git hash.
+    oid: Option<String>,
+    lfs: Option<EntryLfs>,
+}
+
+#[derive(Deserialize)]
+struct EntryLfs {
+    /// Hash of its content.
+    oid: Option<String>,
+}
+
 /// Names in the list of branches and tags.
 #[derive(Deserialize)]
 struct Refs {
@@ -119,7 +141,7 @@ impl<'a> Client<'a> {
         let RepoName { kind, repo, .. } = self.name;
         let path = format!("api/{}/{repo}/revision/{}?blobs=true", kind.plural(), self.name.revision_segment());
         let url = self.url(&path)?;
-        let info: Info = match self.json(&url) {
+        let mut info: Info = match self.json(&url) {
             Err(error @ (HubError::RepoNotFound { .. } | HubError::RevisionNotFound { .. })) => {
                 // Not every mirror says which of the two is missing, and no Hub says which revisions there are.
                 let names = self.refs().ok_or(error)?;
@@ -131,7 +153,31 @@ impl<'a> Client<'a> {
         if info.commit.is_empty() || !info.commit.chars().all(|sign| sign.is_ascii_alphanumeric()) {
             return Err(answer(&url, format!("{:?} is no commit", info.commit)));
         }
+        if info.siblings.len() >= LONG_LIST {
+            info.siblings = self.tree(&info.commit)?;
+        }
         Ok(info)
+    }
+
+    /// All files of a commit, in as many requests as the Hub wants for them.
+    fn tree(&self, commit: &str) -> Result<Vec<Listed>> {
+        let RepoName { kind, repo, .. } = self.name;
+        let mut url = self.url(&format!("api/{}/{repo}/tree/{commit}?recursive=true&expand=false", kind.plural()))?;
+        let mut files = Vec::new();
+        for _ in 0..MAX_PAGES {
+            let (page, next) = self.page::<Vec<Entry>>(&url)?;
+            files.extend(page.into_iter().filter(|entry| entry.kind == "file").map(|entry| Listed {
+                path: entry.path,
+                size: entry.size,
+                git_hash: entry.oid,
+                lfs: entry.lfs.map(|lfs| Lfs { sha256: lfs.oid }),
+            }));
+            match next {
+                None => return Ok(files),
+                Some(next) => url = url.join(&next).map_err(|_| answer(&url, format!("a next page at {next:?}")))?,
+            }
+        }
+        Err(answer(&url, format!("a tree of more than {MAX_PAGES} pages")))
     }
 
     /// Names of branches and tags; `None` if the Hub does not tell.
@@ -162,11 +208,18 @@ impl<'a> Client<'a> {
     }
 
     fn json<T: for<'de> Deserialize<'de>>(&self, url: &Url) -> Result<T> {
+        self.page(url).map(|(value, _)| value)
+    }
+
+    /// An answer, and the address of the next page of it if there is one.
+    fn page<T: for<'de> Deserialize<'de>>(&self, url: &Url) -> Result<(T, Option<String>)> {
         let (response, url) = self.send("GET", url.clone(), None, Follow::All, None)?;
+        let next = response.header("link").and_then(next_page);
         let mut text = Vec::new();
         let read = response.into_reader().take(MAX_TEXT).read_to_end(&mut text);
         read.map_err(|cause| HubError::Network { url: plain(&url), cause: cause.to_string() })?;
-        serde_json::from_slice(&text).map_err(|error| answer(&url, error.to_string()))
+        let value = serde_json::from_slice(&text).map_err(|error| answer(&url, error.to_string()))?;
+        Ok((value, next))
     }
 
     fn url(&self, path: &str) -> Result<Url> {
@@ -267,6 +320,12 @@ impl<'a> Client<'a> {
             _ => HubError::Status { url: plain(url), status, body: said(response) },
         }
     }
+}
+
+/// The address of `<https://...>; rel="next"` in a list of such links.
+fn next_page(links: &str) -> Option<String> {
+    let next = links.split(',').find(|link| link.contains("rel=\"next\""))?;
+    Some(next.split_once('<')?.1.split_once('>')?.0.to_string())
 }
 
 /// A pause that doubles, up to a minute.

@@ -20,6 +20,8 @@ const WORDS: [(&str, &str); 10] = [
     ("eval", "test"),
     ("evaluation", "test"),
 ];
+/// Stands before the part of a message that only a data set of the Hub has: what to write behind its name.
+pub(super) const HINT: &str = "; name what is meant, such as :";
 /// Names that a message shows; the rest is counted.
 const SHOWN: usize = 8;
 
@@ -86,14 +88,14 @@ fn candidate<'a>(path: &'a str, folder: &str) -> Option<Candidate<'a>> {
 /// The candidates directly in the folder; if there are none, those of the one folder in it.
 fn in_one_folder<'a>(candidates: Vec<Candidate<'a>>, folder: &str) -> Result<Vec<Candidate<'a>>, String> {
     let folders: BTreeSet<&str> = candidates.iter().map(|candidate| candidate.folder.as_str()).collect();
-    let chosen = match folders.iter().collect::<Vec<_>>()[..] {
+    let chosen = match folders.iter().copied().collect::<Vec<&str>>()[..] {
         [] => return Err(format!("has no .jsonl or .parquet file in {folder:?}")),
-        [first, ..] if first.is_empty() => String::new(),
+        ["", ..] => String::new(),
         [only] => only.to_string(),
         _ => {
             let folders: Vec<&str> = folders.into_iter().collect();
             return Err(format!(
-                "has data in several folders: {}; name one of them, such as :{}",
+                "has data in several folders: {}{HINT}{}",
                 shown(&folders),
                 [folder, folders[0]].join("/").trim_start_matches('/')
             ));
@@ -135,7 +137,7 @@ fn of_split<'a>(candidates: Vec<Candidate<'a>>, asked: Option<&str>, folder: &st
                     let splits: Vec<&str> = splits.into_iter().collect();
                     let example = [folder, splits[0]].join("/");
                     let example = example.trim_start_matches('/');
-                    format!("has no split {asked:?}{place}; it has {}: write for example :{example}", shown(&splits))
+                    format!("has no split {asked:?}{place}; it has {}{HINT}{example}", shown(&splits))
                 }
             })
         }
@@ -146,9 +148,7 @@ fn of_split<'a>(candidates: Vec<Candidate<'a>>, asked: Option<&str>, folder: &st
 fn one_format(chosen: &[&str]) -> Result<(), String> {
     let parquet = |path: &&&str| path.ends_with(".parquet");
     match (chosen.iter().find(parquet), chosen.iter().find(|path| !parquet(path))) {
-        (Some(table), Some(text)) => Err(format!(
-            "has the split in two formats, {text} and {table}; name the file or folder that is meant, such as :{text}"
-        )),
+        (Some(table), Some(text)) => Err(format!("has the split in two formats, {text} and {table}{HINT}{text}")),
         _ => Ok(()),
     }
 }
@@ -372,9 +372,9 @@ mod tests {
             (
                 &["train.jsonl", "test.jsonl"],
                 Some("dev"),
-                &["no split \"dev\"; it has test, train: write for example :test"],
+                &["no split \"dev\"; it has test, train; name what is meant, such as :test"],
             ),
-            (&["test.jsonl"], None, &["no split \"train\"; it has test: write for example :test"]),
+            (&["test.jsonl"], None, &["no split \"train\"; it has test; name what is meant, such as :test"]),
             (
                 &["data/train_sft-00000-of-00001.parquet", "data/test_sft-00000-of-00001.parquet"],
                 None,
@@ -384,13 +384,13 @@ mod tests {
             (
                 &["ai2d/train-0.parquet", "ocr/train-0.parquet"],
                 None,
-                &["several folders: ai2d, ocr; name one of them, such as :ai2d"],
+                &["several folders: ai2d, ocr; name what is meant, such as :ai2d"],
             ),
             (&["x/ai2d/train.jsonl", "x/ocr/train.jsonl"], Some("x"), &["such as :x/ai2d"]),
             (
                 &["ocr/train.jsonl", "b/x.csv"],
                 Some("ocr/dev"),
-                &["no split \"dev\" in \"ocr\"", "such as :ocr/train", "for example"].split_at(1).0,
+                &["no split \"dev\" in \"ocr\"; it has train; name what is meant, such as :ocr/train"],
             ),
             (&["b/x.csv", "a.jsonl"], Some("b"), &["no .jsonl or .parquet file in \"b\""]),
             (

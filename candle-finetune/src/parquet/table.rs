@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_vlm_processor::TemplateValue;
 use parquet::column::reader::ColumnReader;
 use parquet::errors::ParquetError;
-use parquet::file::metadata::{ParquetMetaData, ParquetMetaDataReader};
+use parquet::file::metadata::{PageIndexPolicy, ParquetMetaData, ParquetMetaDataReader};
 use parquet::file::properties::ReaderProperties;
 use parquet::file::reader::RowGroupReader;
 use parquet::file::serialized_reader::SerializedRowGroupReader;
@@ -23,6 +23,8 @@ use crate::jsonl::{COLUMNS, has_a_sample};
 
 /// Rows that are decoded at a time.
 const ROWS_AT_A_TIME: usize = 16;
+/// Reads of one row: the library ends a read at a page without rows, as some writers leave between others.
+const EMPTY_PAGES: usize = 8;
 
 /// A file by its footer. It is opened anew for every use, so that ranks do not share a place in it.
 #[derive(Debug)]
@@ -45,7 +47,8 @@ impl Table {
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).map_err(io("read", path))?;
         let fault = |reason| Error::Parquet { path: path.to_path_buf(), reason };
-        let footer = ParquetMetaDataReader::new().parse_and_finish(&file).map_err(|error| fault(damaged(&error)))?;
+        let reader = ParquetMetaDataReader::new().with_offset_index_policy(PageIndexPolicy::Optional);
+        let footer = reader.parse_and_finish(&file).map_err(|error| fault(damaged(&error)))?;
         let root = footer.file_metadata().schema();
         let names: Vec<String> = root.get_fields().iter().map(|field| field.name().to_string()).collect();
         if !has_a_sample(&names) {
@@ -124,32 +127,23 @@ impl Table {
         SerializedRowGroupReader::new(file, self.footer.row_group(group), pages, properties)
     }
 
-    /// The content of a cell. In a column without lists the pages before its row are skipped unread; in others, where only
-    /// their content tells how many rows they have, they are unpacked.
+    /// The content of a cell. The pages before its row are skipped unread where their heads or the file's page index tell
+    /// how many rows they have; else they are unpacked.
     pub(crate) fn cell(&self, cell: &Cell) -> Fault<Vec<u8>> {
         let read = || -> parquet::errors::Result<Option<Vec<u8>>> {
             let reader = self.group(cell.group, Arc::new(File::open(&self.path)?))?;
             let ColumnReader::ByteArrayColumnReader(mut column) = reader.get_column_reader(cell.column)? else {
                 return Ok(None);
             };
-            let is_flat = reader.metadata().column(cell.column).column_descr().max_rep_level() == 0;
-            let mut left = cell.row;
-            if is_flat {
-                left -= column.skip_records(left)?;
-            }
+            let skipped = column.skip_records(cell.row)?;
             let (mut definitions, mut repetitions, mut values) = (Vec::new(), Vec::new(), Vec::new());
-            loop {
-                let wanted = left.clamp(1, ROWS_AT_A_TIME);
-                let (found, ..) =
-                    column.read_records(wanted, Some(&mut definitions), Some(&mut repetitions), &mut values)?;
-                match left {
-                    0 => break,
-                    _ if found == 0 => return Ok(None),
-                    _ => left -= found,
+            for _ in 0..EMPTY_PAGES {
+                let buffers = (Some(&mut definitions), Some(&mut repetitions), &mut values);
+                if column.read_records(1, buffers.0, buffers.1, buffers.2)?.0 > 0 {
+                    break;
                 }
-                (definitions.clear(), repetitions.clear(), values.clear());
             }
-            let value = values.get(cell.nth);
+            let value = values.get(cell.nth).filter(|_| skipped == cell.row);
             Ok(value.map(|value| value.data().to_vec()))
         };
         match read() {

@@ -90,11 +90,11 @@ parquet("chat-beside.parquet",
                    ("messages", pa.list_(pa.struct([("content", pa.list_(beside)), ("role", pa.string())])))]),
         compression="zstd", data_page_size=1, write_batch_size=1, write_page_index=True, data_page_version="2.0")
 
-# Messages as a JSON text; pictures that repeat are in a dictionary.
+# Messages as a JSON text; pictures that repeat are in a dictionary; version 1 pages of few values, with a page index.
 parquet("chat-json.parquet",
         [{"messages": json.dumps(messages(chat, bare_part)), "images": [image(name) for name in pictures(chat)] or None}
          for chat in CHATS],
-        pa.schema([("messages", pa.string()), ("images", pa.list_(IMAGE))]), compression="gzip")
+        pa.schema([("messages", pa.string()), ("images", pa.list_(IMAGE))]), compression="gzip", data_page_size=1, write_batch_size=2, write_page_index=True)
 
 # Prompt and completion with one picture, or with a path to one, or with none.
 PAIRS = [("<|image|>What?", "A cat.", "a.png"), ("Hi", "Yes?", None), ("So <|image|>?", "So.", "b.png"),
@@ -130,3 +130,18 @@ parquet("plain.parquet", [{"text": t, "label": 1.5} for t in PLAIN if t],
 # Columns that make no sample.
 parquet("vqa.parquet", [{"image": image("a.png"), "question": "What?", "answers": ["A cat."]}],
         pa.schema([("image", IMAGE), ("question", pa.string()), ("answers", pa.list_(pa.string()))]))
+
+# Rows that cannot be used, each for a reason that only Parquet has.
+CHAT = json.dumps([{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}])
+odd = pa.schema([("messages", pa.string()), ("image", IMAGE), ("images", pa.list_(IMAGE)), ("text", pa.binary()),
+                 ("tools", pa.struct([("numbers", pa.map_(pa.int32(), pa.string())), ("words", pa.map_(pa.string(), pa.string()))]))])
+parquet("odd.parquet", [
+    {"messages": "no JSON"},
+    {"messages": '{"role": "user"}'},
+    {"messages": '[{"role": "user", "role": "user"}]'},
+    {"messages": CHAT, "image": image("a.png"), "images": [image("a.png")]},
+    {"text": b"1 2"},
+    {"messages": CHAT, "tools": {"numbers": [(1, "a")]}},
+    {"messages": CHAT, "tools": {"words": [("k", "a"), ("k", "b")]}},
+    {"messages": CHAT, "image": image("a.png")},
+], odd)
