@@ -28,7 +28,7 @@ use self::pieces::Piece;
 use self::save::{Content, Contents};
 use crate::config::{CONFIG_FILE, Config};
 use crate::error::{Error, Result};
-use crate::lora::LoraError;
+use crate::lora::{DropoutStep, LoraError};
 use crate::names::{self, Role, TensorSpec};
 use crate::random;
 
@@ -46,6 +46,7 @@ pub struct Weights {
     kept: Option<Arc<Kept>>,
     notices: Vec<Notice>,
     lora: Option<Arc<Attached>>,
+    dropout: Option<DropoutStep>,
 }
 
 /// Tensors that are written back from the files they came from.
@@ -253,6 +254,7 @@ impl Weights {
             kept: None,
             notices: Vec::new(),
             lora: None,
+            dropout: None,
         }
     }
 }
