@@ -7,11 +7,11 @@
 use std::sync::Arc;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
 use candle_cp::CpContext;
 use rayon::prelude::*;
 
-use crate::fused::{TASK, slice, with_real};
+use crate::fused::{Real, TASK, slice, with_real};
 use crate::random::{mix, name_hash};
 
 /// What is dropped in one step.
@@ -72,13 +72,39 @@ impl Dropout {
 
     /// `x`, in f32 or f64, has rows of `width` numbers. Those that are kept are scaled up.
     pub(crate) fn apply(&self, x: &Tensor, width: usize) -> Result<Tensor> {
-        let count = x.elem_count() / width;
+        x.contiguous()?.apply_op1(Drop { dropout: self.clone(), width })
+    }
+
+    /// The same on plain numbers.
+    pub(crate) fn apply_to(&self, x: &CpuStorage, width: usize) -> Result<CpuStorage> {
+        with_real!(x.dtype(), T => {
+            let y = self.masked(x.as_slice::<T>()?, width)?;
+            Ok(<T as WithDType>::to_cpu_storage_owned(y))
+        })
+    }
+
+    fn masked<T: Real>(&self, x: &[T], width: usize) -> Result<Vec<T>> {
         match &self.rows {
-            Rows::At(places) if places.len() != count => {
-                candle_core::bail!("dropout for {} rows of another batch got {count}", places.len())
+            Rows::At(places) if places.len() * width != x.len() => {
+                bail!("dropout for {} rows of another batch got {}", places.len(), x.len() / width)
             }
-            _ => x.contiguous()?.apply_op1(Drop { dropout: self.clone(), width }),
+            _ => {}
         }
+        let limit = (self.share * 2f64.powi(32)) as u64;
+        let rows_per_task = (TASK / width).max(1);
+        let (task, scale) = (rows_per_task * width, T::from_f64(1.0 / (1.0 - self.share)));
+        let mut y = vec![T::from_f64(0.0); x.len()];
+        y.par_chunks_mut(task).zip(x.par_chunks(task)).enumerate().for_each(|(part, (y, x))| {
+            for (row, (y, x)) in y.chunks_mut(width).zip(x.chunks(width)).enumerate() {
+                let key = mix(self.key ^ mix(self.place(part * rows_per_task + row)));
+                for (column, (y, &x)) in y.iter_mut().zip(x).enumerate() {
+                    if mix(key.wrapping_add(column as u64)) >> 32 >= limit {
+                        *y = x * scale;
+                    }
+                }
+            }
+        });
+        Ok(y)
     }
 
     fn place(&self, row: usize) -> u64 {
@@ -102,25 +128,9 @@ impl CustomOp1 for Drop {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let limit = (self.dropout.share * 2f64.powi(32)) as u64;
-        let rows_per_task = (TASK / self.width).max(1);
         with_real!(x.dtype(), T => {
-            let x = slice::<T>(x, layout)?;
-            let scale = <T as WithDType>::from_f64(1.0 / (1.0 - self.dropout.share));
-            let mut y = vec![<T as WithDType>::from_f64(0.0); x.len()];
-            let task = rows_per_task * self.width;
-            y.par_chunks_mut(task).zip(x.par_chunks(task)).enumerate().for_each(|(part, (y, x))| {
-                let rows = y.chunks_mut(self.width).zip(x.chunks(self.width)).enumerate();
-                for (row, (y, x)) in rows {
-                    let key = mix(self.dropout.key ^ mix(self.dropout.place(part * rows_per_task + row)));
-                    for (column, (y, &x)) in y.iter_mut().zip(x).enumerate() {
-                        if mix(key.wrapping_add(column as u64)) >> 32 >= limit {
-                            *y = x * scale;
-                        }
-                    }
-                }
-            });
-            Ok((T::to_cpu_storage_owned(y), layout.shape().clone()))
+            let y = self.dropout.masked(slice::<T>(x, layout)?, self.width)?;
+            Ok((<T as WithDType>::to_cpu_storage_owned(y), layout.shape().clone()))
         })
     }
 
