@@ -78,13 +78,12 @@ impl Linear {
             None => x.clone(),
         };
         let x = x.contiguous()?;
-        let y = project(&x, &self.weight_oi, shape)?;
+        let y = match &self.adapter {
+            Some(adapter) => adapter.project(&x, &self.weight_oi, shape)?,
+            None => project(&x, &self.weight_oi, shape)?,
+        };
         let y = match &self.bias_o {
             Some(bias_o) => y.broadcast_add(&bias_o.reshape(outputs)?)?,
-            None => y,
-        };
-        let y = match &self.adapter {
-            Some(adapter) => adapter.add_to(&y, &x)?,
             None => y,
         };
         match &self.clip {
@@ -174,6 +173,11 @@ mod tests {
         for var in [&x, &weight, &bias] {
             assert_close("gradient", found.get(var).unwrap(), plain.get(var).unwrap(), 1e-12)?;
         }
+        let frozen = weight.detach();
+        let store = Linear::plain(frozen.clone()).forward(&x)?.sum_all()?.backward()?;
+        assert!(store.get(&frozen).is_none() && store.get(&x).is_some());
+        let constant = linear.forward(&x.detach())?.sum_all()?.backward()?;
+        assert_eq!(constant.get_ids().count(), 2, "of the weight and the bias, and no other");
         let swapped = x.transpose(0, 1)?;
         assert_close("y", &linear.forward(&swapped)?, &linear.forward(&swapped.contiguous()?)?, 0.0)?;
         let heads = x.reshape((2, 3, 1, 5))?;

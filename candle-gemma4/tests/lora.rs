@@ -5,7 +5,8 @@ mod support;
 use std::collections::BTreeSet;
 
 use candle_core::{DType, Device, Tensor};
-use candle_gemma4::{LoraOptions, Part, Recompute, Weights};
+use candle_cp::{CpContext, Tokens};
+use candle_gemma4::{LocalInputs, LoraOptions, Model, Part, Recompute, Weights};
 use support::adapters::{Golden, Pass, pass};
 use support::{Case, assert_close, largest, values};
 
@@ -150,4 +151,54 @@ fn adapters_are_wide_over_a_short_type() {
         let cosine = dot(a, b) / (dot(a, a) * dot(b, b)).sqrt();
         assert!(cosine > 0.98, "{name}: gradients point elsewhere, {cosine}");
     }
+}
+
+#[test]
+fn dropout_is_the_same_for_every_cut_and_in_recomputation() {
+    for golden in Golden::all() {
+        let (config, weights) = (golden.config(), golden.dropping(0.3));
+        for (case, path) in &golden.cases {
+            let place = format!("{}, {case}", golden.name);
+            let plain = pass(&config, &golden.weights(DType::F32), path, 1, Recompute::off);
+            let one = pass(&config, &weights, path, 1, Recompute::off);
+            assert!((one.loss - plain.loss).abs() > 1e-4, "{place}: nothing is dropped");
+            for ranks in [2, 3] {
+                let several = pass(&config, &weights, path, ranks, Recompute::off);
+                assert!((one.loss - several.loss).abs() < 1e-5, "{place}: {} {}", one.loss, several.loss);
+                for (name, gradient) in &one.gradients {
+                    let tolerance = (1e-3 * largest(gradient)).max(1e-7);
+                    assert_close(&format!("{place}: {name}"), &several.gradients[name], gradient, tolerance);
+                }
+                let again = pass(&config, &weights, path, ranks, Recompute::on);
+                for (name, gradient) in &several.gradients {
+                    assert_eq!(values(gradient), values(&again.gradients[name]), "{place}: {name}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_is_dropped_without_a_share_or_without_a_step() {
+    let golden = Golden::of_fixture("dense", &["case2_images"]);
+    let (config, case) = (golden.config(), Case::load(&golden.cases[0].1));
+    let context = case.context();
+    assert!(golden.weights(DType::F32).with_dropout(1, 1, &context).is_none());
+    assert!(golden.bare(DType::F32).with_dropout(1, 1, &context).is_none());
+    let weights = golden.dropping(0.5);
+    let embeds = |weights: &Weights| {
+        let model = Model::new(&config, weights).unwrap();
+        let embeds = model.embed(&case.inputs(), &mut ()).unwrap();
+        let local = model.shard(&embeds, case.get("input.input_ids"), &context).unwrap();
+        values(&model.decode(&local, &context, &mut ()).unwrap())
+    };
+    let step = |step| embeds(&weights.with_dropout(1, step, &context).unwrap());
+    assert_eq!(embeds(&weights), embeds(&golden.weights(DType::F32)), "evaluation");
+    assert_eq!(step(1), step(1));
+    assert_ne!(step(1), step(2));
+    let short = CpContext::single(Tokens::single_document(1, 5)).unwrap();
+    let model = Model::new(&config, &weights.with_dropout(1, 1, &short).unwrap()).unwrap();
+    let local = LocalInputs::new(Tensor::zeros((1, 96, 32), DType::F32, &Device::Cpu).unwrap());
+    let error = model.decode(&local, &context, &mut ()).unwrap_err().to_string();
+    assert!(error.contains("dropout for 5 rows of another batch got 96"), "{error}");
 }

@@ -103,25 +103,27 @@ fn a_merged_model_has_the_type_of_its_files() {
     let short = SaveOptions::new().dtype(DType::BF16);
     let whole = Weights::load(&golden.base, &config, DType::F32, &Device::Cpu).unwrap();
     whole.save_with(base.path(), &config, &short).unwrap();
-    let config = Config::from_folder(base.path()).unwrap();
     let name = "model.language_model.layers.1.mlp.down_proj";
     let matrix = |dir: &Path| {
         let tensors = candle_core::safetensors::load(dir.join("model.safetensors"), &Device::Cpu).unwrap();
         tensors[&format!("{name}.weight")].clone()
     };
-    for (loaded, options, expected) in [
-        (DType::F32, SaveOptions::new(), DType::BF16),
-        (DType::BF16, SaveOptions::new(), DType::BF16),
-        (DType::BF16, SaveOptions::new().dtype(DType::F32), DType::F32),
+    let plain = SaveOptions::new;
+    for (base, loaded, options, expected) in [
+        (base.path(), DType::F32, plain(), DType::BF16),
+        (base.path(), DType::BF16, plain(), DType::BF16),
+        (base.path(), DType::BF16, plain().dtype(DType::F32), DType::F32),
+        (&golden.base, DType::BF16, plain(), DType::F32),
     ] {
-        let mut weights = frozen(base.path(), loaded);
+        let config = Config::from_folder(base).unwrap();
+        let mut weights = frozen(base, loaded);
         weights.load_lora(&golden.adapter(), &config).unwrap();
         let dir = tempfile::tempdir().unwrap();
         weights.save_merged(dir.path(), &config, &options).unwrap();
         let adapter =
             |end: &str| weights.variables()[&format!("base_model.model.{name}.lora_{end}.weight")].as_tensor().clone();
         let added = (adapter("B").matmul(&adapter("A")).unwrap() * 3.0).unwrap();
-        let exact = (matrix(base.path()).to_dtype(DType::F32).unwrap() + added).unwrap();
+        let exact = (matrix(base).to_dtype(DType::F32).unwrap() + added).unwrap();
         let found = matrix(dir.path());
         assert_eq!(found.dtype(), expected);
         assert_eq!(values(&found), values(&exact.to_dtype(expected).unwrap()));

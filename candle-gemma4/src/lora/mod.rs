@@ -11,12 +11,14 @@
 
 mod adapter;
 pub(crate) mod config_file;
+mod dropout;
 mod error;
 pub(crate) mod modules;
 mod options;
 mod report;
 
 pub(crate) use self::adapter::Adapter;
+pub(crate) use self::dropout::DropoutStep;
 pub use self::error::LoraError;
 pub use self::options::{LoraOptions, LoraTargets};
 pub use self::report::{LoraReport, TargetMatches};

@@ -13,9 +13,9 @@ pub(super) const ALL_LINEAR: &str = "all-linear";
 /// Settings of the adapters.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoraOptions {
-    pub(super) rank: usize,
+    pub(crate) rank: usize,
     pub(super) alpha: f64,
-    pub(super) dropout: f64,
+    pub(crate) dropout: f64,
     pub(super) targets: LoraTargets,
     pub(super) parts: BTreeSet<Part>,
 }
@@ -64,7 +64,7 @@ impl LoraOptions {
     }
 
     /// The share of an adapter's inputs that is dropped in training, from 0 to less than 1; the others are scaled up.
-    /// See [`Model::with_dropout`](crate::Model::with_dropout).
+    /// See [`Weights::with_dropout`](crate::Weights::with_dropout).
     #[must_use]
     pub fn dropout(mut self, dropout: f64) -> Self {
         self.dropout = dropout;

@@ -8,6 +8,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use super::{Dispatch, RealRows, integers};
 use crate::config::MoeConfig;
 use crate::linear::Linear;
+use crate::lora::Adapter;
 use crate::norm::{RmsNorm, wide};
 use crate::tap::{Tap, record_numbered};
 use crate::weights::Weights;
@@ -74,7 +75,7 @@ impl Router {
             0 => Tensor::zeros((1, hidden), x.dtype(), x.device())?,
             _ => real.select(&x.reshape((real.total(), hidden))?)?,
         };
-        let logits_re = self.logits(&x_rh)?;
+        let logits_re = self.logits(&x_rh, real)?;
         let mut chosen_rk = choose(&logits_re, self.top_k)?;
         let weights_rk = self.weights(&logits_re, &chosen_rk)?.narrow(0, 0, real.len())?;
         chosen_rk.truncate(real.len() * self.top_k);
@@ -88,12 +89,19 @@ impl Router {
         })
     }
 
-    fn logits(&self, x_rh: &Tensor) -> Result<Tensor> {
+    fn logits(&self, x_rh: &Tensor, real: &RealRows) -> Result<Tensor> {
         let dtype = wide(x_rh.dtype());
         let normed = RmsNorm { weight: None, eps: self.eps }.forward(&x_rh.to_dtype(dtype)?)?;
         let root = (x_rh.dim(1)? as f64).powf(-0.5);
         let scaled = (normed.broadcast_mul(&self.scale_h.to_dtype(dtype)?)? * root)?;
-        Linear { weight_oi: self.proj.weight_oi.to_dtype(dtype)?, ..self.proj.clone() }.forward(&scaled)
+        let mut proj = Linear { weight_oi: self.proj.weight_oi.to_dtype(dtype)?, ..self.proj.clone() };
+        proj.adapter = match (proj.adapter, &real.rows) {
+            // The row of zeros.
+            (Some(adapter), Some(rows)) if rows.is_empty() => Some(Adapter { dropout: None, ..adapter }),
+            (Some(adapter), Some(rows)) => Some(adapter.select(rows)),
+            (adapter, _) => adapter,
+        };
+        proj.forward(&scaled)
     }
 
     /// Softmax over the chosen logits: what softmax over all of them gives after the chosen are scaled to sum 1.

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, Var};
+use candle_cp::CpContext;
 
 use super::files::WeightFiles;
 use super::mismatch::Mismatch;
@@ -15,7 +16,7 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::lora::config_file::{self, AdapterConfig};
 use crate::lora::modules::{self, ENDS, Module};
-use crate::lora::{Adapter, LoraError, LoraOptions, LoraReport, TargetMatches};
+use crate::lora::{Adapter, DropoutStep, LoraError, LoraOptions, LoraReport, TargetMatches};
 use crate::norm::wide;
 use crate::random;
 
@@ -98,6 +99,19 @@ impl Weights {
         self.lora.as_ref().map(|attached| &attached.options)
     }
 
+    /// The same weights for one training step, in which adapters drop a share of their inputs; `None` if there is nothing
+    /// to drop. A [`Model`](crate::Model) made from the result drops; others do not, which is what evaluation wants. It
+    /// shares storage with this one, so making it takes next to no time or memory.
+    ///
+    /// What is dropped is a function of seed, step, module and the token's place in the whole batch: the same for every
+    /// layout over ranks, and again in backward with [`Recompute`](crate::Recompute). `context` is that of the batch the
+    /// model is used on, and of no other.
+    pub fn with_dropout(&self, seed: u64, step: u64, context: &CpContext) -> Option<Self> {
+        let share = self.lora()?.dropout;
+        let dropout = Some(DropoutStep::new(share, seed, step, context));
+        (share > 0.0).then(|| Self { dropout, ..self.clone() })
+    }
+
     /// Writes the adapters into a folder, which is made if need be, as PEFT does: `adapter_model.safetensors` and
     /// `adapter_config.json`. `base_model` is the name or folder of the model that they belong to. Both files are
     /// written beside their places first and then moved.
@@ -157,6 +171,7 @@ impl Weights {
             a_ri: self.get(&a, &[rank, inputs])?,
             b_or: self.get(&b, &[outputs, rank])?,
             scale: attached.options.scale(),
+            dropout: self.dropout.as_ref().map(|step| step.of_module(&module.path, module.part == Part::Text)),
         }))
     }
 

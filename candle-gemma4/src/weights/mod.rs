@@ -29,7 +29,7 @@ use self::pieces::Piece;
 use self::save::{Content, Contents};
 use crate::config::{CONFIG_FILE, Config};
 use crate::error::{Error, Result};
-use crate::lora::LoraError;
+use crate::lora::{DropoutStep, LoraError};
 use crate::names::{self, Role, TensorSpec};
 use crate::random;
 
@@ -47,6 +47,7 @@ pub struct Weights {
     kept: Option<Arc<Kept>>,
     notices: Vec<Notice>,
     lora: Option<Arc<Attached>>,
+    dropout: Option<DropoutStep>,
 }
 
 /// Tensors that are written back from the files they came from.
@@ -254,6 +255,7 @@ impl Weights {
             kept: None,
             notices: Vec::new(),
             lora: None,
+            dropout: None,
         }
     }
 }

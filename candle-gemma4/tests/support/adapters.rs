@@ -52,6 +52,20 @@ impl Golden {
         frozen(&self.base, dtype)
     }
 
+    /// The same adapters, which drop this share of their inputs.
+    pub fn dropping(&self, share: f64) -> Weights {
+        let dir = tempfile::tempdir().unwrap();
+        let (tensors, config) = ("adapter_model.safetensors", "adapter_config.json");
+        std::fs::copy(self.adapter().join(tensors), dir.path().join(tensors)).unwrap();
+        let text = std::fs::read_to_string(self.adapter().join(config)).unwrap();
+        let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        json["lora_dropout"] = share.into();
+        std::fs::write(dir.path().join(config), json.to_string()).unwrap();
+        let mut weights = self.bare(DType::F32);
+        weights.load_lora(dir.path(), &self.config()).unwrap();
+        weights
+    }
+
     pub fn weights(&self, dtype: DType) -> Weights {
         let mut weights = self.bare(dtype);
         weights.load_lora(&self.adapter(), &self.config()).unwrap();
@@ -78,9 +92,10 @@ pub struct Pass {
 pub fn pass(config: &Config, weights: &Weights, case: &Path, ranks: usize, recompute: fn() -> Recompute) -> Pass {
     let case = Case::load(case);
     let mut of_ranks = threads::run(ranks, &threads::Options::default(), |comm| {
-        let model = Model::new(config, weights)?;
         let tokens = case.tokens();
         let context = CpContext::new(comm.clone(), LayoutKind::HeadTail.layout(&tokens, ranks, &[])?, tokens)?;
+        let dropping = weights.with_dropout(7, 3, &context);
+        let model = Model::new(config, dropping.as_ref().unwrap_or(weights))?;
         let embeds = model.embed(&case.inputs(), &mut ())?;
         let local = model.shard(&embeds, case.get("input.input_ids"), &context)?;
         let recompute = recompute();
