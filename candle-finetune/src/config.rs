@@ -223,7 +223,7 @@ impl Config {
             });
         }
         let mut data = |path: &Option<PathBuf>| match path {
-            Some(path) => resolve_data(&path.to_string_lossy(), options, progress).map_err(Error::from),
+            Some(path) => resolve_data(&path.to_string_lossy(), options, progress).map_err(|error| Error::DataHub(error.into())),
             None => Ok(Vec::new()),
         };
         sources.train = data(&self.data)?;

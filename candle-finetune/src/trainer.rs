@@ -102,9 +102,11 @@ impl<'a> Trainer<'a> {
         let label_tokens = shares.iter().map(|(_, _, labels)| labels.count).sum();
         let mut loss = Tensor::zeros((), DType::F64, &Device::Cpu)?;
         let mut gradients: Option<Gradients> = None;
-        for (batch, context, labels) in shares {
+        let first = self.optimizer.steps() * self.config.accumulate;
+        for (place, (batch, context, labels)) in shares.into_iter().enumerate() {
+            let model = self.model.with_dropout(self.config.seed, (first + place) as u64);
             let labels = ShardedLabels { count: label_tokens, ..labels };
-            let (part, local) = self.local_gradients(batch, &context, &labels)?;
+            let (part, local) = self.local_gradients(&model, batch, &context, &labels)?;
             loss = (loss + part)?;
             gradients = Some(match gradients {
                 Some(sum) => sum.plus(&local)?,
@@ -121,15 +123,16 @@ impl<'a> Trainer<'a> {
     /// need room.
     fn local_gradients(
         &self,
+        model: &Model,
         batch: &Batch,
         context: &CpContext,
         labels: &ShardedLabels,
     ) -> Result<(Tensor, Gradients)> {
         let recompute = if self.config.recompute { Recompute::on() } else { Recompute::off() };
         let inputs = batch.inputs(&self.job.model, self.config.dtype, &Device::Cpu)?;
-        let local = self.model.shard(&self.model.embed(&inputs, &mut ())?, &inputs.input_ids_bs, context)?;
-        let hidden_bsh = self.model.decode_with(&local, context, &recompute, &mut ())?;
-        let loss = self.model.loss(&hidden_bsh, labels)?;
+        let local = model.shard(&model.embed(&inputs, &mut ())?, &inputs.input_ids_bs, context)?;
+        let hidden_bsh = model.decode_with(&local, context, &recompute, &mut ())?;
+        let loss = model.loss(&hidden_bsh, labels)?;
         let gradients = Gradients::collect(&recompute.backward(&loss)?, self.weights.variables())?;
         Ok((loss.detach().to_dtype(DType::F64)?, gradients))
     }
