@@ -104,9 +104,12 @@ impl<'a> Trainer<'a> {
         let mut gradients: Option<Gradients> = None;
         let first = self.optimizer.steps() * self.config.accumulate;
         for (place, (batch, context, labels)) in shares.into_iter().enumerate() {
-            let model = self.model.with_dropout(self.config.seed, (first + place) as u64);
+            // Every batch drops something else.
+            let dropping = self.weights.with_dropout(self.config.seed, (first + place) as u64, &context);
+            let dropping = dropping.map(|weights| Model::new(&self.job.model, &weights)).transpose()?;
+            let model = dropping.as_ref().unwrap_or(&self.model);
             let labels = ShardedLabels { count: label_tokens, ..labels };
-            let (part, local) = self.local_gradients(&model, batch, &context, &labels)?;
+            let (part, local) = self.local_gradients(model, batch, &context, &labels)?;
             loss = (loss + part)?;
             gradients = Some(match gradients {
                 Some(sum) => sum.plus(&local)?,

@@ -535,10 +535,10 @@ fn samples_come_in_the_order_of_the_file() {
     let (_dir, lines) = load("{\"text\":\"2\"}\n{\"text\":\"1\"}\n");
     let lines = lines.unwrap();
     let mut source = lines.in_order();
-    for _ in 0..2 {
-        for text in ["<bos>2<eos>", "<bos>1<eos>"] {
-            assert_eq!(text_of(&source.next_sample().unwrap().unwrap()), text);
+    for epoch in 0..2 {
+        assert_eq!(source.epoch_len(epoch), 2);
+        for (taken, text) in ["<bos>2<eos>", "<bos>1<eos>"].into_iter().enumerate() {
+            assert_eq!(text_of(&source.sample(Position { epoch, taken }).unwrap()), text);
         }
-        assert!(source.next_sample().unwrap().is_none());
     }
 }

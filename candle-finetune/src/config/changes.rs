@@ -4,11 +4,12 @@ use super::Config;
 use crate::error::{Error, Result};
 
 /// What the state of a run means: another value would need another state.
-const FIXED: [&str; 15] = [
+const FIXED: [&str; 16] = [
     "model.dtype",
     "model.freeze",
     "lora.rank",
     "lora.alpha",
+    "lora.dropout",
     "lora.targets",
     "lora.parts",
     "data.validation_share",
