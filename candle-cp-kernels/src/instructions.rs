@@ -12,7 +12,8 @@ impl WithSimd for Name {
     fn with_simd<S: pulp::Simd>(self, _: S) -> Self::Output {
         let name = std::any::type_name::<S>();
         let known = [("V4", "AVX-512"), ("V3", "AVX2"), ("Neon", "NEON")];
-        let found = known.into_iter().find(|(vectors, _)| name.rsplit("::").next().is_some_and(|n| n.starts_with(vectors)));
+        let found =
+            known.into_iter().find(|(vectors, _)| name.rsplit("::").next().is_some_and(|n| n.starts_with(vectors)));
         found.map_or("portable", |(_, told)| told)
     }
 }

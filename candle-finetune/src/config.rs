@@ -138,8 +138,14 @@ impl LoraSettings {
 
 impl Default for Config {
     fn default() -> Self {
-        let lora =
-            LoraSettings { rank: None, alpha: None, dropout: 0.0, targets: Vec::new(), parts: Vec::new(), merge: false };
+        let lora = LoraSettings {
+            rank: None,
+            alpha: None,
+            dropout: 0.0,
+            targets: Vec::new(),
+            parts: Vec::new(),
+            merge: false,
+        };
         Self {
             model: None,
             dtype: DType::F32,
@@ -223,7 +229,9 @@ impl Config {
             });
         }
         let mut data = |path: &Option<PathBuf>| match path {
-            Some(path) => resolve_data(&path.to_string_lossy(), options, progress).map_err(|error| Error::DataHub(error.into())),
+            Some(path) => {
+                resolve_data(&path.to_string_lossy(), options, progress).map_err(|error| Error::DataHub(error.into()))
+            }
             None => Ok(Vec::new()),
         };
         sources.train = data(&self.data)?;

@@ -10,7 +10,8 @@ impl Job {
     /// Lines of a name and a value.
     pub fn header(&self, config: &Config) -> Vec<(&'static str, String)> {
         let text = &self.model.text;
-        let from = config.model.as_ref().map_or("from nothing".to_string(), |model| format!("from {}", model.display()));
+        let from =
+            config.model.as_ref().map_or("from nothing".to_string(), |model| format!("from {}", model.display()));
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let mut lines = vec![
             ("model", format!("Gemma 4, {} layers of width {}, {from}", text.num_hidden_layers, text.hidden_size)),

@@ -106,9 +106,7 @@ impl Job {
     }
 
     fn load(&self, config: &Config, folder: &Path, adapter: Option<&Path>) -> Result<(Weights, Option<LoraReport>)> {
-        let load = |options: &LoadOptions| {
-            Weights::load_with(folder, &self.model, config.dtype, &Device::Cpu, options)
-        };
+        let load = |options: &LoadOptions| Weights::load_with(folder, &self.model, config.dtype, &Device::Cpu, options);
         let Some(lora) = config.lora.options() else {
             let weights = load(&freeze(&config.freeze)?)?;
             let allowed = "what leaves a part of the model to train";

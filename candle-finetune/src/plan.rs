@@ -45,7 +45,8 @@ impl Plan {
             let mut epoch = EpochPlan { samples: lines.len(), ..EpochPlan::default() };
             while let Some(batch) = packer.next_batch()? {
                 epoch.batches += 1;
-                epoch.rows += batch.documents.iter().filter(|row| row.first().is_some_and(|&document| document >= 0)).count();
+                epoch.rows +=
+                    batch.documents.iter().filter(|row| row.first().is_some_and(|&document| document >= 0)).count();
                 epoch.tokens += batch.token_count();
             }
             epoch.steps = epoch.batches.div_ceil(config.accumulate);

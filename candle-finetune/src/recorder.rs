@@ -116,7 +116,8 @@ impl Watcher for Recorder<'_> {
         let step = trainer.optimizer().steps();
         let state = {
             let history = &self.files().history;
-            let val_loss = history.validations.last().filter(|report| report.step == step).map(|report| report.val_loss);
+            let val_loss =
+                history.validations.last().filter(|report| report.step == step).map(|report| report.val_loss);
             State {
                 step,
                 position,

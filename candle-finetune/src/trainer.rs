@@ -202,7 +202,8 @@ impl<'a> Trainer<'a> {
     /// What a user should know about the weights.
     pub fn notices(&self) -> Vec<String> {
         let notices = self.weights.notices().iter().map(ToString::to_string);
-        let adapters = self.adapters.iter().flat_map(|report| report.to_string().lines().map(str::to_string).collect::<Vec<_>>());
+        let adapters =
+            self.adapters.iter().flat_map(|report| report.to_string().lines().map(str::to_string).collect::<Vec<_>>());
         notices.chain(adapters).collect()
     }
 

@@ -6,7 +6,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::safetensors;
-use candle_finetune::{Config, Control, METRICS_FILE, StepReport, Summary, resume, resumed_settings, run, run_controlled};
+use candle_finetune::{
+    Config, Control, METRICS_FILE, StepReport, Summary, resume, resumed_settings, run, run_controlled,
+};
 use tempfile::TempDir;
 
 const STEPS: usize = 15;
@@ -76,7 +78,8 @@ fn metrics(config: &Config) -> Vec<BTreeMap<String, serde_json::Value>> {
     let kept = |line: &str| {
         let mut all: BTreeMap<String, serde_json::Value> = serde_json::from_str(line).unwrap();
         all.retain(|name, _| {
-            ["step", "epoch", "loss", "grad_norm", "lr", "tokens", "label_tokens", "val_loss", "val_tokens"].contains(&name.as_str())
+            ["step", "epoch", "loss", "grad_norm", "lr", "tokens", "label_tokens", "val_loss", "val_tokens"]
+                .contains(&name.as_str())
         });
         all
     };
@@ -110,7 +113,10 @@ fn same_run(changes: &[(&str, &str)], weights: &str) {
     assert!(!broken.out.join(weights).exists(), "a run that was stopped has no result");
     let settings = resumed_settings(&broken.out).unwrap();
     let (summary, reports) = go_on(&settings);
-    assert_eq!(reports.iter().map(|report| report.step).collect::<Vec<_>>(), (STOP_AFTER + 1..=STEPS).collect::<Vec<_>>());
+    assert_eq!(
+        reports.iter().map(|report| report.step).collect::<Vec<_>>(),
+        (STOP_AFTER + 1..=STEPS).collect::<Vec<_>>()
+    );
     assert_eq!(metrics(&broken), metrics(&whole), "{changes:?}");
     assert_eq!(bits(&broken.out.join(weights)), bits(&whole.out.join(weights)), "{changes:?}");
     assert_eq!((summary.loss, summary.steps, summary.best_val_loss), (expected.loss, STEPS, expected.best_val_loss));
@@ -119,7 +125,10 @@ fn same_run(changes: &[(&str, &str)], weights: &str) {
 #[test]
 fn all_weights_on_one_and_two_ranks() {
     same_run(&[], "checkpoint/model.safetensors");
-    same_run(&[("--cp", "2"), ("--validation-share", "0.2"), ("--validate-every", "3")], "checkpoint/model.safetensors");
+    same_run(
+        &[("--cp", "2"), ("--validation-share", "0.2"), ("--validate-every", "3")],
+        "checkpoint/model.safetensors",
+    );
 }
 
 #[test]
@@ -162,7 +171,10 @@ fn a_resumed_run_says_what_it_cannot_do() {
     let config = config(&dir, "out", &[]);
     let error = resumed_settings(&config.out).unwrap_err();
     let text = error.to_string();
-    assert!(error.is_usage() && text.starts_with("--out ") && text.contains("with checkpoints of an earlier run"), "{text}");
+    assert!(
+        error.is_usage() && text.starts_with("--out ") && text.contains("with checkpoints of an earlier run"),
+        "{text}"
+    );
     assert!(text.contains("--save-every"), "{text}");
 
     stopped(&config);

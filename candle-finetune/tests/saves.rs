@@ -61,7 +61,15 @@ impl Run {
         let position = Position { epoch: 0, taken: 2 * step };
         // The best one is never the newest and changes now and then.
         let val_loss = Some(((step * 7) % 11) as f64 + 1.0 / step as f64);
-        State { step, position, seed: 3, data: String::new(), settings: format!("step {step}"), val_loss, best_val_loss: val_loss }
+        State {
+            step,
+            position,
+            seed: 3,
+            data: String::new(),
+            settings: format!("step {step}"),
+            val_loss,
+            best_val_loss: val_loss,
+        }
     }
 
     fn save(&self, saves: &Saves) -> Result<PathBuf> {

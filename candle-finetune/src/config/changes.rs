@@ -84,7 +84,9 @@ mod tests {
             assert!(text.contains("begin a new run in another --out"), "{text}");
         }
         let mut config = before.clone();
-        for (key, value) in [("train.steps", "50"), ("train.learning_rate", "0.5"), ("parallel.cp", "4"), ("out.dir", "x")] {
+        for (key, value) in
+            [("train.steps", "50"), ("train.learning_rate", "0.5"), ("parallel.cp", "4"), ("out.dir", "x")]
+        {
             config.set(key, value).unwrap();
         }
         assert_eq!(

@@ -69,9 +69,12 @@ impl Config {
                 ("--lora-merge", lora.merge.then(|| lora.merge.to_string())),
             ];
             return match given.into_iter().find_map(|(flag, value)| Some((flag, value?))) {
-                Some((flag, value)) => {
-                    Err(Error::flag(flag, value, "beside --lora-rank N", "give the rank of the adapters, such as --lora-rank 16"))
-                }
+                Some((flag, value)) => Err(Error::flag(
+                    flag,
+                    value,
+                    "beside --lora-rank N",
+                    "give the rank of the adapters, such as --lora-rank 16",
+                )),
                 None => Ok(()),
             };
         };
@@ -120,7 +123,8 @@ impl Config {
         ];
         match given.into_iter().find_map(|(flag, value)| Some((flag, value?))) {
             Some((flag, value)) => {
-                let allowed = "beside --data FILE: conversations about digits are made without end, and none is too long";
+                let allowed =
+                    "beside --data FILE: conversations about digits are made without end, and none is too long";
                 Err(Error::flag(flag, value, allowed, format!("give the file with --data, or leave {flag} out")))
             }
             None => Ok(()),

@@ -44,9 +44,14 @@ impl Config {
         let mut faults = Vec::new();
         for (section, value) in &table {
             let keys = match value.get_ref() {
-                DeValue::Table(keys) if Self::SETTINGS.iter().any(|setting| setting.section().0 == section.get_ref().as_ref()) => keys,
+                DeValue::Table(keys)
+                    if Self::SETTINGS.iter().any(|setting| setting.section().0 == section.get_ref().as_ref()) =>
+                {
+                    keys
+                }
                 DeValue::Table(_) => {
-                    let reason = format!("[{}] is no section; the sections are {}", section.get_ref(), sections().join(", "));
+                    let reason =
+                        format!("[{}] is no section; the sections are {}", section.get_ref(), sections().join(", "));
                     faults.push(fault(line(section.span().start), reason));
                     continue;
                 }

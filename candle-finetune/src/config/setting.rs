@@ -43,13 +43,15 @@ impl Setting {
     /// The setting that was most likely meant by a key: one of that name in another section, or a name that is near.
     pub(super) fn nearest(key: &str) -> Option<&'static Self> {
         let last = key.rsplit('.').next().unwrap_or(key);
-        let elsewhere = Config::SETTINGS.iter().find(|setting| setting.last() == last || setting.flag_name() == Some(last));
+        let elsewhere =
+            Config::SETTINGS.iter().find(|setting| setting.last() == last || setting.flag_name() == Some(last));
         let by_key = || {
             let keys: Vec<&str> = Config::SETTINGS.iter().map(|setting| setting.key).collect();
             names::nearest(key, &keys).and_then(|near| Config::SETTINGS.iter().find(|setting| setting.key == near))
         };
         let by_last = || {
-            let lasts: Vec<&str> = Config::SETTINGS.iter().flat_map(|s| [Some(s.last()), s.flag_name()]).flatten().collect();
+            let lasts: Vec<&str> =
+                Config::SETTINGS.iter().flat_map(|s| [Some(s.last()), s.flag_name()]).flatten().collect();
             let near = names::nearest(last, &lasts)?;
             Config::SETTINGS.iter().find(|setting| setting.last() == near || setting.flag_name() == Some(near))
         };
@@ -87,7 +89,12 @@ impl Setting {
     /// Sets a value of the settings file; the error is a message.
     pub(super) fn set_value(&self, config: &mut Config, value: &toml::Value) -> std::result::Result<(), String> {
         let Some(text) = text(value) else {
-            return Err(format!("{} = {value}: a {} is no value of it; {}", self.key, value.type_str(), self.in_file()));
+            return Err(format!(
+                "{} = {value}: a {} is no value of it; {}",
+                self.key,
+                value.type_str(),
+                self.in_file()
+            ));
         };
         let told = |allowed| format!("{} = {value}: allowed is {allowed}; {}", self.key, self.in_file());
         (self.set)(config, &text).map_err(told)

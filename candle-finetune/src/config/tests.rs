@@ -96,7 +96,12 @@ fn pairs_that_do_not_go_together_are_told_with_the_fix() {
     for (given, flag, allowed, fix) in [
         (vec![("--freeze", "audio")], "--freeze", "beside --model DIR", "leave --freeze out"),
         (vec![("--lora-rank", "8")], "--lora-rank", "beside --model DIR", "leave --lora-rank out"),
-        (and(&with_model, &[("--lora-rank", "8"), ("--freeze", "audio")]), "--freeze", "without --lora-rank", "--lora-parts"),
+        (
+            and(&with_model, &[("--lora-rank", "8"), ("--freeze", "audio")]),
+            "--freeze",
+            "without --lora-rank",
+            "--lora-parts",
+        ),
         (and(&with_model, &[("--lora-alpha", "8")]), "--lora-alpha", "beside --lora-rank N", "--lora-rank 16"),
         (and(&with_model, &[("--lora-dropout", "0.5")]), "--lora-dropout", "beside --lora-rank N", "--lora-rank 16"),
         (and(&with_model, &[("--lora-targets", "q_proj")]), "--lora-targets", "beside --lora-rank N", "--lora-rank 16"),
@@ -117,7 +122,12 @@ fn pairs_that_do_not_go_together_are_told_with_the_fix() {
             "leave one of the two out",
         ),
         (and(&with_data, &[("--validate-every", "5")]), "--validate-every", "beside --validation FILE", "held out"),
-        (and(&with_data, &[("--steps", "5"), ("--epochs", "2")]), "--epochs", "without --steps 5", "leave one of the two out"),
+        (
+            and(&with_data, &[("--steps", "5"), ("--epochs", "2")]),
+            "--epochs",
+            "without --steps 5",
+            "leave one of the two out",
+        ),
         (vec![("--steps", "5"), ("--warmup", "6")], "--warmup", "at most the number of steps, 5", "a tenth"),
         (vec![("--model", "no-such-folder")], "--model", "config.json", "download the checkpoint"),
         (vec![("--out", "Cargo.toml")], "--out", "a folder", "another name"),
@@ -133,11 +143,16 @@ fn pairs_that_do_not_go_together_are_told_with_the_fix() {
         assert!(text.contains(allowed) && text.contains(fix), "{given:?}: {text}");
     }
     let mut good = Config::default();
-    for (flag, value) in and(&with_data, &[("--lora-rank", "8"), ("--validation-share", "0.5"), ("--validate-every", "5")]) {
+    for (flag, value) in
+        and(&with_data, &[("--lora-rank", "8"), ("--validation-share", "0.5"), ("--validate-every", "5")])
+    {
         good.set(flag, value).unwrap();
     }
     good.validate().unwrap();
-    assert_eq!([good.rate(), Config { lora: Config::default().lora, ..good }.rate(), Config::default().rate()], [2e-4, 1e-4, 2e-3]);
+    assert_eq!(
+        [good.rate(), Config { lora: Config::default().lora, ..good }.rate(), Config::default().rate()],
+        [2e-4, 1e-4, 2e-3]
+    );
 }
 
 fn and<'a>(base: &[(&'a str, &'a str)], more: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a str)> {
@@ -200,10 +215,22 @@ fn all_faults_of_a_settings_file_come_in_one_report_with_the_right_name_and_sect
     );
     for (text, expected) in [
         ("seed = 3", "line 1: seed is no setting; the nearest is seed in [train]"),
-        ("[trian]\nsteps = 3", "line 1: [trian] is no section; the sections are model, lora, data, train, optimizer, parallel, out"),
-        ("[train]\nsteps = \"many\"", "line 2: train.steps = \"many\": allowed is a whole number of at least 1; write for example steps = 100 in [train]"),
-        ("[train]\nsteps = 2024-01-01", "line 2: train.steps = 2024-01-01: a datetime is no value of it; write for example steps = 100 in [train]"),
-        ("[model]\nfreeze = [1]", "line 2: model.freeze = [1]: a array is no value of it; write for example freeze = [\"vision\", \"audio\"] in [model]"),
+        (
+            "[trian]\nsteps = 3",
+            "line 1: [trian] is no section; the sections are model, lora, data, train, optimizer, parallel, out",
+        ),
+        (
+            "[train]\nsteps = \"many\"",
+            "line 2: train.steps = \"many\": allowed is a whole number of at least 1; write for example steps = 100 in [train]",
+        ),
+        (
+            "[train]\nsteps = 2024-01-01",
+            "line 2: train.steps = 2024-01-01: a datetime is no value of it; write for example steps = 100 in [train]",
+        ),
+        (
+            "[model]\nfreeze = [1]",
+            "line 2: model.freeze = [1]: a array is no value of it; write for example freeze = [\"vision\", \"audio\"] in [model]",
+        ),
         ("[lora]\nrank = 99999999999999999999", "line 2: "),
         ("[train]\nzzzz = 1", "line 2: train.zzzz is no setting; --help lists all of them"),
         ("[parallel]\nlr = 1", "line 2: parallel.lr is no setting; the nearest is learning_rate in [train]"),

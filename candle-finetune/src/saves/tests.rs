@@ -8,7 +8,15 @@ const KILLED: u32 = u32::MAX;
 fn state(step: usize, val_loss: Option<f64>) -> State {
     let position = Position { epoch: step / 10, taken: 3 * step };
     let settings = "[train]\nsteps = 100\n".to_string();
-    State { step, position, seed: u64::MAX - 1, data: "three".to_string(), settings, val_loss, best_val_loss: Some(0.1 + 0.2) }
+    State {
+        step,
+        position,
+        seed: u64::MAX - 1,
+        data: "three".to_string(),
+        settings,
+        val_loss,
+        best_val_loss: Some(0.1 + 0.2),
+    }
 }
 
 /// What stands for a model and an optimizer; a mixture of two steps would show.
