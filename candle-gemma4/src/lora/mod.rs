@@ -7,7 +7,8 @@
 //! - Adapters are f32 (f64 for an f64 model) and so is what they compute, whatever the type of the model.
 //! - Projections that sit between bounds (`Gemma4ClippableLinear` in the towers) are adapted inside of the bounds.
 //!   DIFFERENCE: a target such as `q_proj` finds them; PEFT stops at the wrapper and wants `q_proj.linear`.
-//! - Embedding tables, the head and experts, which are no `Linear` modules but for the head, are not adapted.
+//! - Embedding tables, the head and experts (stacks of matrices, no `Linear` modules) are refused as targets.
+//!   DIFFERENCE: PEFT adapts the first two when they are named, and experts as `target_parameters`.
 
 mod adapter;
 pub(crate) mod config_file;

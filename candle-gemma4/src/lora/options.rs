@@ -81,6 +81,11 @@ impl LoraOptions {
         self.alpha
     }
 
+    /// The share of an adapter's inputs that is dropped in training.
+    pub fn dropout_share(&self) -> f64 {
+        self.dropout
+    }
+
     /// The factor on an adapter's result.
     pub fn scale(&self) -> f64 {
         self.alpha / self.rank as f64
