@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use candle_core::Tensor;
-use candle_finetune::{CHECKPOINT_FOLDER, Config, Job, METRICS_FILE, run, train, train_with};
+use candle_finetune::{CHECKPOINT_FOLDER, Config, Job, METRICS_FILE, Watcher, run, train, train_watched};
 use candle_gemma4::Weights;
 use tempfile::TempDir;
 
@@ -42,7 +42,7 @@ fn folder(family: &str) -> TempDir {
 fn config(dir: &TempDir) -> Config {
     Config {
         cp: 2,
-        steps: 2,
+        steps: Some(2),
         model: Some(dir.path().join("model")),
         data: Some(dir.path().join("chats.jsonl")),
         out: dir.path().join("out"),
@@ -98,16 +98,24 @@ fn every_family_trains_on_chats_and_pictures_and_loads_again() {
     }
 }
 
+#[derive(Default)]
+struct Notices(Mutex<Vec<String>>);
+
+impl Watcher for Notices {
+    fn notice(&self, text: &str) {
+        self.0.lock().unwrap().push(text.to_string());
+    }
+}
+
 #[test]
 fn frozen_parts_stay_and_notices_are_said_once() {
     let dir = folder("gemma4-dense");
     let mut config = config(&dir);
     config.set("--freeze", "vision,audio").unwrap();
     let job = Job::prepare(&config).unwrap();
-    let notices = Mutex::new(Vec::new());
-    let trained = train_with(&job, &config, &|text| notices.lock().unwrap().push(text.to_string()), &|_, _| Ok(()));
-    let trained = trained.unwrap();
-    assert_eq!(notices.into_inner().unwrap(), ["this model has no audio part that could be frozen"]);
+    let notices = Notices::default();
+    let trained = train_watched(&job, &config, None, &notices).unwrap();
+    assert_eq!(notices.0.into_inner().unwrap(), ["this model has no audio part that could be frozen"]);
     assert!(trained.weights.variables().keys().all(|name| !name.contains("vision")));
     candle_finetune::checkpoint::save(&config.out, &job, &trained.weights).unwrap();
     let all = Config { freeze: Vec::new(), ..config.clone() };

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 /// The example's model and task on short rows.
 fn short(steps: usize) -> Config {
-    Config { steps, batch_rows: 2, seq_len: 150, held_out_rounds: 0, ..Config::default() }
+    Config { steps: Some(steps), batch_rows: 2, seq_len: 150, held_out_rounds: 0, ..Config::default() }
 }
 
 fn curve(cp: usize, layout: LayoutKind) -> Vec<StepReport> {
@@ -51,13 +51,13 @@ fn recomputation_changes_nothing() {
 
 #[test]
 fn every_parameter_gets_a_gradient_and_moves() {
-    let config = Config { steps: 1, held_out_rounds: 0, cp: 1, ..Config::default() };
+    let config = Config { steps: Some(1), held_out_rounds: 0, cp: 1, ..Config::default() };
     let job = Job::prepare(&config).unwrap();
     let mut trainer = Trainer::new(&job, &config, Arc::new(Local::new())).unwrap();
     let batch = job.training(&config).next_training_batch().unwrap();
     let before: BTreeMap<String, Vec<f32>> = values(&trainer);
 
-    let gradients: Gradients = trainer.gradients(&batch).unwrap().gradients;
+    let gradients: Gradients = trainer.gradients(std::slice::from_ref(&batch)).unwrap().gradients;
     assert_eq!(gradients.not_finite().unwrap(), None);
     assert_eq!(gradients.named().len(), trainer.weights().variables().len());
     for (name, gradient) in gradients.named() {
@@ -65,7 +65,7 @@ fn every_parameter_gets_a_gradient_and_moves() {
         assert!(largest > 0.0, "{name} gets no gradient");
     }
 
-    trainer.step(&batch).unwrap();
+    trainer.step(std::slice::from_ref(&batch)).unwrap();
     for (name, after) in values(&trainer) {
         assert!(after.iter().all(|value| value.is_finite()) && after != before[&name], "{name} does not move");
     }
@@ -94,11 +94,11 @@ fn a_loss_that_is_not_a_number_ends_the_run_and_names_the_step() {
     let job = Job::prepare(&config).unwrap();
     let mut trainer = Trainer::new(&job, &config, Arc::new(Local::new())).unwrap();
     let mut batches = job.training(&config);
-    trainer.step(&batches.next_training_batch().unwrap()).unwrap();
+    trainer.step(&[batches.next_training_batch().unwrap()]).unwrap();
     let name = "model.language_model.norm.weight";
     let norm = &trainer.weights().variables()[name];
     norm.set(&norm.affine(f64::NAN, 0.0).unwrap()).unwrap();
-    let error = trainer.step(&batches.next_training_batch().unwrap()).unwrap_err();
+    let error = trainer.step(&[batches.next_training_batch().unwrap()]).unwrap_err();
     let text = error.to_string();
     assert!(text.starts_with("step 2: the loss is NaN") && text.contains("Lower --lr"), "{text}");
     assert_eq!(trainer.optimizer().steps(), 1);

@@ -51,7 +51,7 @@ mod shard;
 mod tokens;
 
 pub use balance::{LayerWork, live_work};
-pub use candle_cp_kernels::{Bounds, KEY_BLOCK, QUERY_BLOCK, TileCount};
+pub use candle_cp_kernels::{Bounds, KEY_BLOCK, QUERY_BLOCK, TileCount, instructions};
 pub use comm::Communicator;
 pub use context::CpContext;
 pub use coordinates::{Coordinates, attend_with_coordinates};

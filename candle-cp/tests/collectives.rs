@@ -7,6 +7,7 @@ use candle_cp::comm::{Expected, Local, Tag, Traffic, threads};
 use candle_cp::{Communicator, Error, Result};
 use common::ring::options;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 const SIZES: std::ops::RangeInclusive<usize> = 1..=5;
 
@@ -169,4 +170,34 @@ fn a_peer_outside_of_the_group_is_refused() {
     }
     let error = threads::run(0, &options(), |_| Ok::<_, Error>(())).unwrap_err().to_string();
     assert_eq!(error, "size is 0, but a group has at least one rank; use 1 for no sharding");
+}
+
+#[test]
+fn waiting_is_counted_once_and_by_its_kind() {
+    let late = Duration::from_millis(3);
+    let all = run(3, |c| {
+        let (mut blocked, token) = (Duration::ZERO, tensor(&[1.0]));
+        for _ in 0..4 {
+            // The last rank is late, and every wait of the others lies inside of what they clock themselves.
+            if c.rank() == 2 {
+                std::thread::sleep(late);
+            }
+            let began = Instant::now();
+            c.all_gather(&token)?;
+            blocked += began.elapsed();
+        }
+        let before = c.stats();
+        let began = Instant::now();
+        c.barrier()?;
+        Ok((before, blocked, c.stats(), began.elapsed()))
+    });
+    for (rank, (before, blocked, after, barrier)) in all.iter().enumerate() {
+        let waited = before.of(Traffic::Gather).waited;
+        assert!(Duration::ZERO < waited && waited <= *blocked, "rank {rank}: {waited:?} of {blocked:?}");
+        assert_eq!(before.waited(), waited, "rank {rank}: nothing else was called");
+        let at_barrier = after.of(Traffic::Barrier).waited;
+        assert!(Duration::ZERO < at_barrier && at_barrier <= *barrier, "rank {rank}: {at_barrier:?} of {barrier:?}");
+        assert_eq!(after.waited(), waited + at_barrier, "rank {rank}");
+    }
+    assert_eq!(Local::new().stats().waited(), Duration::ZERO);
 }

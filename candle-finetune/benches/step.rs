@@ -20,7 +20,7 @@ fn step(criterion: &mut Criterion) {
         group.throughput(Throughput::Elements(batch.token_count() as u64));
         let name = if recompute { "recomputed" } else { "kept" };
         group.bench_function(BenchmarkId::new(name, config.seq_len), |bencher| {
-            bencher.iter(|| trainer.step(&batch).expect("a step"));
+            bencher.iter(|| trainer.step(std::slice::from_ref(&batch)).expect("a step"));
         });
     }
     group.finish();

@@ -7,7 +7,7 @@ use candle_gemma4::Weights;
 
 use crate::error::{Result, io};
 use crate::job::Job;
-use crate::small_model;
+use crate::{saves, small_model};
 
 const TOKENIZER_FILE: &str = "tokenizer.json";
 /// Named chat templates, one file each.
@@ -27,23 +27,37 @@ const COMPANIONS: [&str; 10] = [
     "preprocessor_config.json",
 ];
 
-/// Writes a folder that `--model` takes. Files are moved into place when they are complete.
+/// Writes a folder that `--model` takes, or replaces an older one as a whole: see [`saves::replace`] for what a kill can
+/// leave. It may be the folder that training began from.
+///
+/// # Errors
+/// A file cannot be read or written, or something that is no checkpoint is in the way; then nothing has changed.
+pub fn save(dir: &Path, job: &Job, weights: &Weights) -> Result<()> {
+    saves::replace(dir, |folder| write(folder, job, weights))
+}
+
+/// The files of [`save`], into a folder that the caller publishes.
 ///
 /// # Errors
 /// A file cannot be read or written.
-pub fn save(dir: &Path, job: &Job, weights: &Weights) -> Result<()> {
-    weights.save(dir, &job.model)?;
-    let Some(folder) = job.folder() else {
-        return write(&dir.join(TOKENIZER_FILE), small_model::tokenizer_json().as_bytes());
+pub fn write(folder: &Path, job: &Job, weights: &Weights) -> Result<()> {
+    weights.save(folder, &job.model)?;
+    write_companions(folder, job)
+}
+
+/// The files beside the weights: tokenizer, chat templates, settings of the processor and of generation.
+///
+/// # Errors
+/// A file cannot be read or written.
+pub fn write_companions(folder: &Path, job: &Job) -> Result<()> {
+    let Some(from) = job.folder() else {
+        let path = folder.join(TOKENIZER_FILE);
+        return fs::write(&path, small_model::tokenizer_json()).map_err(io("write", path));
     };
-    for name in COMPANIONS {
-        let from: PathBuf = folder.join(name);
-        if from.is_file() {
-            let bytes = fs::read(&from).map_err(io("read", &from))?;
-            write(&dir.join(name), &bytes)?;
-        }
+    for name in COMPANIONS.iter().filter(|name| from.join(name).is_file()) {
+        copy(&from.join(name), &folder.join(name))?;
     }
-    copy_templates(&folder.join(TEMPLATES_FOLDER), &dir.join(TEMPLATES_FOLDER))
+    copy_templates(&from.join(TEMPLATES_FOLDER), &folder.join(TEMPLATES_FOLDER))
 }
 
 fn copy_templates(from: &Path, to: &Path) -> Result<()> {
@@ -52,17 +66,15 @@ fn copy_templates(from: &Path, to: &Path) -> Result<()> {
     }
     fs::create_dir_all(to).map_err(io("create", to))?;
     for entry in fs::read_dir(from).map_err(io("read", from))? {
-        let path = entry.map_err(io("read", from))?.path();
+        let path: PathBuf = entry.map_err(io("read", from))?.path();
         if let Some(name) = path.file_name().filter(|_| path.is_file()) {
-            write(&to.join(name), &fs::read(&path).map_err(io("read", &path))?)?;
+            copy(&path, &to.join(name))?;
         }
     }
     Ok(())
 }
 
-/// Writes beside the place first, so that a crash leaves an old file whole; source and target may be the same.
-fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    let part = path.with_extension("part");
-    fs::write(&part, bytes).map_err(io("write", &part))?;
-    fs::rename(&part, path).map_err(io("write", path))
+/// Copies the bytes only: the copy of a file that may not be written may be written.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::write(to, fs::read(from).map_err(io("read", from))?).map_err(io("write", to))
 }

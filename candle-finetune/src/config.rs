@@ -1,339 +1,264 @@
-//! Settings of a run. Every one is a flag; checks name the flag, the value, what is allowed and what to do.
+//! Settings of a run. Every one has a key in the settings file and a flag; checks name it, the value, what is allowed
+//! and what to do.
 
-use std::path::PathBuf;
-use std::str::FromStr;
+mod changes;
+mod check;
+mod file;
+mod setting;
+mod table;
+#[cfg(test)]
+mod tests;
 
+use std::path::{Path, PathBuf};
+
+use candle_core::DType;
 use candle_cp::LayoutKind;
-use candle_gemma4::Part;
+use candle_gemma4::{LoraOptions, LoraTargets, Part};
 
+pub use self::setting::Setting;
 use crate::error::{Error, Result};
-use crate::hub::{HubOptions, PullEvent, resolve_model};
+use crate::hub::{HubOptions, PullEvent, resolve_data, resolve_model};
 use crate::optimizer::AdamWConfig;
+use crate::schedule::ScheduleKind;
 
 /// Most ranks that one process may start as threads.
 const MAX_RANKS: usize = 64;
 /// Longest row.
 const MAX_SEQ_LEN: usize = 1 << 24;
 
-/// Settings of a run.
+/// Settings of a run; [`Config::SETTINGS`] tells what each is for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// `--cp`: ranks that share every sequence.
-    pub cp: usize,
-    /// `--layout`: which tokens each rank owns.
-    pub layout: LayoutKind,
-    /// `--steps`: optimizer steps.
-    pub steps: usize,
-    /// `--seed`: of fresh weights and of the order of the data.
-    pub seed: u64,
-    /// `--model`: a checkpoint folder; `None` trains the small built-in model from nothing. A name on the Hub becomes a
-    /// folder by [`Config::resolve_model`].
+    /// `model.path`: a checkpoint folder, or a name on the Hub for [`Config::resolve`]; `None` trains the small built-in
+    /// model from nothing.
     pub model: Option<PathBuf>,
-    /// `--data`: a JSONL file; `None` trains on the built-in digits.
-    pub data: Option<PathBuf>,
-    /// `--out`: folder for metrics, loss curve and the trained checkpoint.
-    pub out: PathBuf,
-    /// `--lr`: highest learning rate; `None` takes [`Config::DEFAULT_RATE_FRESH`] for fresh weights and
-    /// [`Config::DEFAULT_RATE_CHECKPOINT`] for a checkpoint.
-    pub lr: Option<f64>,
-    /// `--batch-rows`: rows of a batch.
-    pub batch_rows: usize,
-    /// `--seq-len`: tokens of a row.
-    pub seq_len: usize,
-    /// `--recompute`: decoder layers run again in backward instead of keeping what happened inside of them. The same
-    /// gradients in less memory, for the time of one more forward pass.
+    /// `model.dtype`: one of [`Config::DTYPES`].
+    pub dtype: DType,
+    /// `model.freeze`: parts and name patterns of a checkpoint that are left as they are; their gradients are never
+    /// computed.
+    pub freeze: Vec<String>,
+    /// `model.recompute`: decoder layers run again in backward instead of keeping what happened inside of them.
     pub recompute: bool,
-    /// `--freeze`: parts of a checkpoint that are left as they are; their gradients are never computed.
-    pub freeze: Vec<Part>,
-    /// `--truncate`: samples of `--data` that are longer than a row are cut, not left out.
+    /// `lora`: adapters in place of the weights.
+    pub lora: LoraSettings,
+    /// `data.train`: a data file; `None` trains on the built-in digits.
+    pub data: Option<PathBuf>,
+    /// `data.validation`: a data file that is never trained on.
+    pub validation: Option<PathBuf>,
+    /// `data.validation_share`: share of the samples of `data` that is held out instead.
+    pub validation_share: Option<f64>,
+    /// `data.seq_len`: tokens of a row.
+    pub seq_len: usize,
+    /// `data.truncate`: samples that are longer than a row are cut, not left out.
     pub truncate: bool,
-    /// Betas, eps and weight decay.
-    pub optimizer: AdamWConfig,
-    /// Largest norm of the gradients; longer ones are scaled down.
-    pub max_grad_norm: f64,
-    /// Lowest learning rate at the end, as a share of the highest.
+    /// `train.steps`: optimizer steps; `None` goes by epochs, or [`Config::DIGIT_STEPS`].
+    pub steps: Option<usize>,
+    /// `train.epochs`: passes over the samples; `None` is [`Config::DEFAULT_EPOCHS`] if there are no steps either.
+    pub epochs: Option<usize>,
+    /// `train.batch_rows`: rows of a batch.
+    pub batch_rows: usize,
+    /// `train.accumulate`: batches of a step.
+    pub accumulate: usize,
+    /// `train.learning_rate`: the highest one; `None` takes one of the defaults, see [`Config::rate`].
+    pub lr: Option<f64>,
+    /// `train.schedule`: the learning rate after the warm-up.
+    pub schedule: ScheduleKind,
+    /// `train.warmup`: steps of the warm-up; `None` is a tenth of the steps, at most 30.
+    pub warmup: Option<usize>,
+    /// `train.rate_floor`: lowest learning rate at the end, as a share of the highest.
     pub rate_floor: f64,
-    /// How often each held-out digit is read at the end, in other conversations each time; 0 leaves the test out.
+    /// `train.max_grad_norm`: largest norm of the gradients; longer ones are scaled down.
+    pub max_grad_norm: f64,
+    /// `train.seed`: of fresh weights, adapters, dropout and of the order of the data.
+    pub seed: u64,
+    /// `train.validate_every`: steps between two validations; `None` is a tenth of the steps.
+    pub validate_every: Option<usize>,
+    /// `optimizer`: betas, eps and weight decay.
+    pub optimizer: AdamWConfig,
+    /// `parallel.cp`: ranks that share every sequence.
+    pub cp: usize,
+    /// `parallel.layout`: which tokens each rank owns.
+    pub layout: LayoutKind,
+    /// `out.dir`: folder for everything that the run leaves.
+    pub out: PathBuf,
+    /// `out.save_every`: steps between two checkpoints; `None` saves the finished model only.
+    pub save_every: Option<usize>,
+    /// `out.keep`: checkpoints that are kept.
+    pub keep: usize,
+    /// `out.tensorboard`: event files are written.
+    pub tensorboard: bool,
+    /// Where model and data are on this machine; [`Config::resolve`] fills it in. Not a setting.
+    pub sources: Sources,
+    /// How often each held-out digit is read at the end, in other conversations each time; 0 leaves the test out. Not a
+    /// setting of users.
     pub held_out_rounds: usize,
+}
+
+/// Where model and data are on this machine. What is empty is where its setting says.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Sources {
+    /// The checkpoint's folder.
+    pub model: Option<PathBuf>,
+    /// Files with training samples.
+    pub train: Vec<PathBuf>,
+    /// Files with held-out samples.
+    pub validation: Vec<PathBuf>,
+}
+
+/// Settings of adapters.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LoraSettings {
+    /// `lora.rank`; `None` trains the weights themselves.
+    pub rank: Option<usize>,
+    /// `lora.alpha`; `None` is twice the rank.
+    pub alpha: Option<f64>,
+    /// `lora.dropout`: share of an adapter's inputs that a step leaves out.
+    pub dropout: f64,
+    /// `lora.targets`: module names as PEFT matches them; empty is `all-linear`.
+    pub targets: Vec<String>,
+    /// `lora.parts`: parts in which targets are looked for; empty is the text model.
+    pub parts: Vec<Part>,
+    /// `lora.merge`: the merged checkpoint is written as well.
+    pub merge: bool,
+}
+
+impl LoraSettings {
+    /// As the model takes them; `None` without a rank.
+    pub fn options(&self) -> Option<LoraOptions> {
+        let rank = self.rank?;
+        let options = LoraOptions::new(rank, self.alpha.unwrap_or(2.0 * rank as f64)).dropout(self.dropout);
+        let options = match self.targets.as_slice() {
+            [] => options,
+            [all] if all == "all-linear" => options,
+            names => options.targets(LoraTargets::Names(names.to_vec())),
+        };
+        Some(if self.parts.is_empty() { options } else { options.parts(self.parts.iter().copied()) })
+    }
 }
 
 impl Default for Config {
     fn default() -> Self {
+        let lora = LoraSettings {
+            rank: None,
+            alpha: None,
+            dropout: 0.0,
+            targets: Vec::new(),
+            parts: Vec::new(),
+            merge: false,
+        };
         Self {
+            model: None,
+            dtype: DType::F32,
+            freeze: Vec::new(),
+            recompute: false,
+            lora,
+            data: None,
+            validation: None,
+            validation_share: None,
+            seq_len: 256,
+            truncate: false,
+            steps: None,
+            epochs: None,
+            batch_rows: 2,
+            accumulate: 1,
+            lr: None,
+            schedule: ScheduleKind::Cosine,
+            warmup: None,
+            rate_floor: 0.05,
+            max_grad_norm: 1.0,
+            seed: 0,
+            validate_every: None,
+            optimizer: AdamWConfig::default(),
             cp: 2,
             layout: LayoutKind::HeadTail,
-            steps: 1500,
-            seed: 0,
-            model: None,
-            data: None,
             out: PathBuf::from("runs/finetune_gemma4"),
-            lr: None,
-            batch_rows: 2,
-            seq_len: 256,
-            recompute: false,
-            freeze: Vec::new(),
-            truncate: false,
-            optimizer: AdamWConfig::default(),
-            max_grad_norm: 1.0,
-            rate_floor: 0.05,
+            save_every: None,
+            keep: 2,
+            tensorboard: false,
+            sources: Sources::default(),
             held_out_rounds: 2,
         }
     }
 }
 
 impl Config {
-    /// The flags that [`Config::set`] knows.
-    pub const FLAGS: [&str; 13] = [
-        "--cp",
-        "--layout",
-        "--steps",
-        "--seed",
-        "--model",
-        "--data",
-        "--out",
-        "--lr",
-        "--batch-rows",
-        "--seq-len",
-        "--recompute",
-        "--freeze",
-        "--truncate",
-    ];
-    /// Learning rate of fresh weights, unless `--lr` is given.
+    /// Types of weights.
+    pub const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
+    /// Learning rate of fresh weights, unless one is given.
     pub const DEFAULT_RATE_FRESH: f64 = 2e-3;
-    /// Learning rate of a checkpoint, unless `--lr` is given.
+    /// Learning rate of a checkpoint, unless one is given.
     pub const DEFAULT_RATE_CHECKPOINT: f64 = 1e-4;
+    /// Learning rate of adapters, unless one is given.
+    pub const DEFAULT_RATE_LORA: f64 = 2e-4;
+    /// Steps on the digits, unless they are given.
+    pub const DIGIT_STEPS: usize = 1500;
+    /// Passes over a data file, unless steps or epochs are given.
+    pub const DEFAULT_EPOCHS: usize = 3;
 
-    /// Sets one flag from its text.
+    /// Sets one value from its text, by flag (`--steps`) or key (`train.steps`).
     ///
     /// # Errors
-    /// An unknown flag, or a value that is not of the flag's kind.
-    pub fn set(&mut self, flag: &str, value: &str) -> Result<()> {
-        match flag {
-            "--cp" => self.cp = parse("--cp", value, &count(MAX_RANKS))?,
-            "--layout" => self.layout = parse("--layout", value, &layouts())?,
-            "--steps" => self.steps = parse("--steps", value, "a whole number of at least 1")?,
-            "--seed" => self.seed = parse("--seed", value, "a whole number from 0 to 18446744073709551615")?,
-            "--model" => self.model = Some(PathBuf::from(value)),
-            "--data" => self.data = Some(PathBuf::from(value)),
-            "--out" => self.out = PathBuf::from(value),
-            "--lr" => self.lr = Some(parse("--lr", value, RATES)?),
-            "--batch-rows" => self.batch_rows = parse("--batch-rows", value, "a whole number of at least 1")?,
-            "--seq-len" => self.seq_len = parse("--seq-len", value, &count(MAX_SEQ_LEN))?,
-            "--recompute" => self.recompute = parse("--recompute", value, "true or false")?,
-            "--freeze" => self.freeze = freeze(value)?,
-            "--truncate" => self.truncate = parse("--truncate", value, "true or false")?,
-            other => {
-                return Err(Error::UnknownFlag { flag: other.to_string(), known: Self::FLAGS.join(", ") });
-            }
-        }
-        Ok(())
+    /// There is no such setting, or the value cannot be used.
+    pub fn set(&mut self, name: &str, value: &str) -> Result<()> {
+        Setting::find(name)?.set_flag(self, value)
     }
 
     /// The highest learning rate.
     pub fn rate(&self) -> f64 {
-        let default = if self.model.is_some() { Self::DEFAULT_RATE_CHECKPOINT } else { Self::DEFAULT_RATE_FRESH };
+        let default = match (&self.model, self.lora.rank) {
+            (_, Some(_)) => Self::DEFAULT_RATE_LORA,
+            (Some(_), None) => Self::DEFAULT_RATE_CHECKPOINT,
+            (None, None) => Self::DEFAULT_RATE_FRESH,
+        };
         self.lr.unwrap_or(default)
     }
 
-    /// The frozen parts, as `--freeze` takes them.
-    pub(crate) fn frozen_names(&self) -> String {
-        self.freeze.iter().map(Part::to_string).collect::<Vec<_>>().join(",")
-    }
-
-    /// Turns a name on the Hub into its folder, as [`resolve_model`] does; pulls it if need be. The other settings are
-    /// checked first: a wrong one should not be told after a long pull.
+    /// Finds out what the names of model and data mean on this machine, as [`resolve_model`] and [`resolve_data`] do;
+    /// pulls from the Hub what is not here. The other settings are checked first: a wrong one should not be told after a
+    /// long pull.
     ///
     /// # Errors
-    /// A setting that cannot be used; a model that cannot be had.
-    pub fn resolve_model(&mut self, options: &HubOptions, progress: &mut dyn FnMut(&PullEvent)) -> Result<()> {
-        self.validate_all_but_model()?;
-        if let Some(model) = self.model.as_deref().filter(|model| !model.is_dir()) {
-            self.model = Some(resolve_model(&model.to_string_lossy(), options, progress)?);
+    /// A setting that cannot be used; a model or a data set that cannot be had.
+    pub fn resolve(&mut self, options: &HubOptions, progress: &mut dyn FnMut(&PullEvent)) -> Result<()> {
+        self.validate_all_but_files()?;
+        let mut sources = Sources::default();
+        if let Some(model) = &self.model {
+            sources.model = Some(match model.is_dir() {
+                true => model.clone(),
+                false => resolve_model(&model.to_string_lossy(), options, progress)?,
+            });
         }
-        Ok(())
-    }
-
-    /// Checks values and their combination; nothing is read or written yet but the paths are looked at.
-    ///
-    /// # Errors
-    /// The first flag that cannot be used.
-    pub fn validate(&self) -> Result<()> {
-        self.validate_all_but_model()?;
-        match &self.model {
-            Some(model) if !model.join(candle_gemma4::CONFIG_FILE).is_file() => {
-                let allowed = "a folder with config.json, tokenizer.json and model.safetensors (or its index)";
-                let fix = "download the checkpoint first and give the folder, not a file in it";
-                Err(Error::flag("--model", model.display(), allowed, fix))
+        let mut data = |path: &Option<PathBuf>| match path {
+            Some(path) => {
+                resolve_data(&path.to_string_lossy(), options, progress).map_err(|error| Error::DataHub(error.into()))
             }
-            _ => Ok(()),
-        }
-    }
-
-    fn validate_all_but_model(&self) -> Result<()> {
-        let at_least_one = "a whole number of at least 1";
-        in_range("--cp", self.cp, MAX_RANKS, "ranks are threads of this process; 2 is a good start")?;
-        in_range("--seq-len", self.seq_len, MAX_SEQ_LEN, "a row has to hold the longest document")?;
-        if self.steps == 0 {
-            return Err(Error::flag("--steps", 0, at_least_one, "20 steps show whether a set-up works"));
-        }
-        if self.batch_rows == 0 {
-            return Err(Error::flag("--batch-rows", 0, at_least_one, "2 rows are a good start"));
-        }
-        if let Some(rate) = self.lr.filter(|rate| !(*rate > 0.0 && *rate < 1.0)) {
-            let fix = format!("try {:e}", Self { lr: None, ..self.clone() }.rate());
-            return Err(Error::flag("--lr", rate, RATES, fix));
-        }
-        if !self.freeze.is_empty() && self.model.is_none() {
-            let fix = "give the checkpoint folder with --model, or leave --freeze out";
-            let allowed = "parts of a checkpoint, beside --model DIR: fresh weights have to be trained";
-            return Err(Error::flag("--freeze", self.frozen_names(), allowed, fix));
-        }
-        if self.truncate && self.data.is_none() {
-            let allowed = "beside --data FILE.jsonl: conversations about digits are never cut";
-            return Err(Error::flag("--truncate", true, allowed, "give the file with --data, or leave --truncate out"));
-        }
-        if let Some(data) = &self.data {
-            if self.model.is_none() {
-                let allowed = "a file beside --model DIR, whose tokenizer reads the text";
-                let fix = "give the checkpoint folder with --model, or leave --data out to train on the digits";
-                return Err(Error::flag("--data", data.display(), allowed, fix));
-            }
-            if !data.is_file() {
-                let fix = "check the path; see the documentation for the format of its lines";
-                return Err(Error::flag("--data", data.display(), "an existing JSONL file", fix));
-            }
-        }
-        if self.out.exists() && !self.out.is_dir() {
-            let allowed = "a folder, which is made if need be";
-            return Err(Error::flag("--out", self.out.display(), allowed, "choose another name"));
-        }
-        Ok(())
-    }
-}
-
-/// Learning rates, for messages.
-const RATES: &str = "a number above 0 and below 1, such as 1e-3";
-
-/// Parts separated by commas, each once.
-fn freeze(value: &str) -> Result<Vec<Part>> {
-    let part = |name: &str| Part::ALL.into_iter().find(|part| part.to_string() == name.trim());
-    let parts: Option<std::collections::BTreeSet<Part>> = value.split(',').map(part).collect();
-    let names = Part::ALL.map(|part| part.to_string()).join(", ");
-    let wrong = || {
-        let allowed = format!("one or more of {names}, separated by commas");
-        Error::flag("--freeze", value, allowed, "write for example --freeze vision,audio")
-    };
-    Ok(parts.ok_or_else(wrong)?.into_iter().collect())
-}
-
-fn count(most: usize) -> String {
-    format!("a whole number from 1 to {most}")
-}
-
-fn layouts() -> String {
-    LayoutKind::ALL.map(|kind| kind.to_string()).join(", ")
-}
-
-fn parse<T: FromStr>(flag: &'static str, value: &str, allowed: &str) -> Result<T> {
-    let example = match flag {
-        "--cp" => "--cp 2",
-        "--layout" => "--layout head-tail",
-        "--steps" => "--steps 100",
-        "--seed" => "--seed 0",
-        "--lr" => "--lr 1e-4",
-        "--batch-rows" => "--batch-rows 2",
-        "--recompute" => "--recompute true",
-        "--truncate" => "--truncate true",
-        _ => "--seq-len 256",
-    };
-    value.trim().parse().map_err(|_| Error::flag(flag, value, allowed, format!("write for example {example}")))
-}
-
-fn in_range(flag: &'static str, value: usize, most: usize, fix: &str) -> Result<()> {
-    match value {
-        value if (1..=most).contains(&value) => Ok(()),
-        value => Err(Error::flag(flag, value, count(most), fix)),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_flag_is_set() -> Result<()> {
-        let mut config = Config::default();
-        let values =
-            ["3", "contiguous", "7", "9", "m", "d.jsonl", "o", "2e-4", "5", "96", "true", "audio,vision", "true"];
-        for (flag, value) in Config::FLAGS.iter().zip(values) {
-            config.set(flag, value)?;
-        }
-        let expected = Config {
-            cp: 3,
-            layout: LayoutKind::Contiguous,
-            steps: 7,
-            seed: 9,
-            model: Some("m".into()),
-            data: Some("d.jsonl".into()),
-            out: "o".into(),
-            lr: Some(2e-4),
-            batch_rows: 5,
-            seq_len: 96,
-            recompute: true,
-            freeze: vec![Part::Vision, Part::Audio],
-            truncate: true,
-            ..Config::default()
+            None => Ok(Vec::new()),
         };
-        assert_eq!(config, expected);
+        sources.train = data(&self.data)?;
+        sources.validation = data(&self.validation)?;
+        self.sources = sources;
         Ok(())
     }
 
-    #[test]
-    fn bad_values_name_flag_value_allowed_and_fix() {
-        for (flag, value, parts) in [
-            ("--cp", "two", ["\"two\"", "from 1 to 64", "--cp 2"]),
-            ("--cp", "-1", ["\"-1\"", "from 1 to 64", "--cp 2"]),
-            ("--cp", "0", ["\"0\"", "from 1 to 64", "2 is a good start"]),
-            ("--cp", "65", ["\"65\"", "from 1 to 64", "2 is a good start"]),
-            ("--layout", "zigzag", ["\"zigzag\"", "contiguous, head-tail, balanced", "--layout head-tail"]),
-            ("--steps", "0", ["\"0\"", "at least 1", "20 steps"]),
-            ("--steps", "1.5", ["\"1.5\"", "at least 1", "--steps 100"]),
-            ("--seed", "-3", ["\"-3\"", "18446744073709551615", "--seed 0"]),
-            ("--lr", "fast", ["\"fast\"", "above 0 and below 1", "--lr 1e-4"]),
-            ("--lr", "0", ["\"0\"", "above 0 and below 1", "try 2e-3"]),
-            ("--lr", "NaN", ["\"NaN\"", "above 0 and below 1", "try 2e-3"]),
-            ("--batch-rows", "0", ["\"0\"", "at least 1", "2 rows"]),
-            ("--seq-len", "0", ["\"0\"", "from 1 to 16777216", "longest document"]),
-            ("--recompute", "maybe", ["\"maybe\"", "true or false", "--recompute true"]),
-            ("--freeze", "visoin", ["\"visoin\"", "one or more of text, vision, audio", "--freeze vision,audio"]),
-            ("--freeze", "", ["\"\"", "one or more of text, vision, audio", "--freeze vision,audio"]),
-            ("--freeze", "audio", ["\"audio\"", "beside --model DIR", "leave --freeze out"]),
-            ("--truncate", "yes", ["\"yes\"", "true or false", "--truncate true"]),
-            ("--truncate", "true", ["\"true\"", "beside --data", "leave --truncate out"]),
-            ("--data", "x.jsonl", ["\"x.jsonl\"", "beside --model DIR", "leave --data out"]),
-            ("--model", "no-such-folder", ["\"no-such-folder\"", "config.json", "download the checkpoint"]),
-            ("--out", "Cargo.toml", ["\"Cargo.toml\"", "a folder", "another name"]),
-        ] {
-            let mut config = Config::default();
-            let error = config.set(flag, value).and_then(|()| config.validate()).unwrap_err();
-            assert!(error.is_usage());
-            let text = error.to_string();
-            assert!(text.starts_with(&format!("{flag} {}", parts[0])), "{text}");
-            assert!(parts.iter().all(|part| text.contains(part)), "{flag} {value}: {text}");
-        }
-        let error = Config::default().set("--stpes", "3").unwrap_err().to_string();
-        assert!(error.starts_with("--stpes is no flag") && error.contains("--steps"), "{error}");
+    /// The folder of the checkpoint.
+    pub fn model_folder(&self) -> Option<&Path> {
+        self.sources.model.as_deref().or(self.model.as_deref())
     }
 
-    #[test]
-    fn data_needs_a_file_that_exists() {
-        let model = tempfile::tempdir().unwrap();
-        std::fs::write(model.path().join("config.json"), "{}").unwrap();
-        let config =
-            Config { model: Some(model.path().to_path_buf()), data: Some("absent.jsonl".into()), ..Config::default() };
-        let error = config.validate().unwrap_err().to_string();
-        assert!(error.contains("--data \"absent.jsonl\": allowed is an existing JSONL file"), "{error}");
-        assert_eq!(Config { data: None, ..config.clone() }.validate().ok(), Some(()));
-        assert_eq!((config.rate(), Config::default().rate()), (1e-4, 2e-3));
+    /// The files with training samples.
+    pub fn train_files(&self) -> Vec<PathBuf> {
+        Self::files(&self.sources.train, &self.data)
+    }
+
+    /// The files with held-out samples.
+    pub fn validation_files(&self) -> Vec<PathBuf> {
+        Self::files(&self.sources.validation, &self.validation)
+    }
+
+    fn files(resolved: &[PathBuf], given: &Option<PathBuf>) -> Vec<PathBuf> {
+        match resolved {
+            [] => given.iter().cloned().collect(),
+            resolved => resolved.to_vec(),
+        }
     }
 }

@@ -5,9 +5,8 @@
 
 use std::sync::Arc;
 
-use rand::rngs::StdRng;
+use rand::Rng;
 use rand::seq::SliceRandom;
-use rand::{Rng, SeedableRng};
 
 use candle_gemma4::Config;
 use candle_vlm_processor::{Gemma4ImageSettings, Picture, TextTokenizer};
@@ -16,7 +15,7 @@ use crate::digit_words::DigitWords;
 use crate::digits::{Digit, Digits, SIDE};
 use crate::error::{Error, Result};
 use crate::images;
-use crate::sample::{Part, Sample, Source};
+use crate::sample::{Part, Position, Sample, Source, epoch_rng};
 
 /// Most turns with pictures in a conversation; there is at least one.
 const MAX_READ_TURNS: usize = 3;
@@ -75,15 +74,15 @@ impl DigitTask {
         &self.digits
     }
 
-    /// Endless conversations about the training digits: every digit comes once before any comes again, a little
-    /// different each time, because so few images would be learned by heart.
+    /// Conversations about the training digits, each of which is shown once per epoch, a little different each time,
+    /// because so few images would be learned by heart.
     pub fn training(&self, seed: u64) -> Conversations<'_> {
-        Conversations::new(self, &self.digits.train, seed, true)
+        Conversations { task: self, digits: &self.digits.train, seed, varied: true, plan: None }
     }
 
     /// Conversations about the held-out digits, each of which is shown once per epoch.
     pub fn held_out(&self, seed: u64) -> Conversations<'_> {
-        Conversations::new(self, &self.digits.held_out, seed, false)
+        Conversations { task: self, digits: &self.digits.held_out, seed, varied: false, plan: None }
     }
 
     /// Tokens of the longest conversation; rows must not be shorter.
@@ -134,65 +133,65 @@ fn picture_side(settings: &Gemma4ImageSettings) -> usize {
     unit * SIDE.div_ceil(unit).max(SOFT_TOKENS_PER_SIDE)
 }
 
-/// A stream of conversations.
+/// Conversations in epochs.
 #[derive(Debug, Clone)]
 pub struct Conversations<'a> {
     task: &'a DigitTask,
     digits: &'a [Digit],
-    /// Digits left of this round, taken from the end.
-    deck: Vec<usize>,
-    /// Training: no end, and varied images.
-    training: bool,
-    rng: StdRng,
+    seed: u64,
+    /// Whether a digit looks a little different each time.
+    varied: bool,
+    /// The epoch that was asked for last and its conversations: the digits of each turn, by their indices.
+    plan: Option<(usize, Vec<Vec<Vec<usize>>>)>,
 }
 
-impl<'a> Conversations<'a> {
-    fn new(task: &'a DigitTask, digits: &'a [Digit], seed: u64, training: bool) -> Self {
-        let mut conversations = Self { task, digits, deck: Vec::new(), training, rng: StdRng::seed_from_u64(seed) };
-        conversations.shuffle();
+impl Conversations<'_> {
+    /// Which digits the turns of an epoch show, conversation by conversation; nothing is drawn yet.
+    fn plan(&mut self, epoch: usize) -> &[Vec<Vec<usize>>] {
+        if self.plan.as_ref().is_none_or(|(planned, _)| *planned != epoch) {
+            let mut rng = epoch_rng(self.seed, epoch, None);
+            let mut deck: Vec<usize> = (0..self.digits.len()).collect();
+            deck.shuffle(&mut rng);
+            let mut conversations = Vec::new();
+            while !deck.is_empty() {
+                let mut turns = Vec::new();
+                for _ in 0..rng.random_range(1..=MAX_READ_TURNS) {
+                    let left = deck.len().saturating_sub(picture_count(&mut rng));
+                    turns.push(deck.split_off(left));
+                }
+                turns.retain(|digits| !digits.is_empty());
+                conversations.push(turns);
+            }
+            self.plan = Some((epoch, conversations));
+        }
+        let (_, conversations) = self.plan.as_ref().expect("it was just made");
         conversations
     }
+}
 
-    fn shuffle(&mut self) {
-        self.deck = (0..self.digits.len()).collect();
-        self.deck.shuffle(&mut self.rng);
-    }
-
-    fn draw(&mut self) -> Option<Digit> {
-        if self.deck.is_empty() && self.training {
-            self.shuffle();
-        }
-        let digit = self.digits[self.deck.pop()?];
-        Some(if self.training { digit.varied(&mut self.rng) } else { digit })
-    }
-
-    fn picture_count(&mut self) -> usize {
-        let mut left = self.rng.random_range(0..PICTURES_OUT_OF_TEN.iter().sum());
-        let chosen = PICTURES_OUT_OF_TEN.iter().position(|&share| {
-            let inside = left < share;
-            left = left.saturating_sub(share);
-            inside
-        });
-        1 + chosen.expect("the number is below the sum of the shares")
-    }
+/// How many pictures a turn shows.
+fn picture_count(rng: &mut impl Rng) -> usize {
+    let mut left = rng.random_range(0..PICTURES_OUT_OF_TEN.iter().sum());
+    let chosen = PICTURES_OUT_OF_TEN.iter().position(|&share| {
+        let inside = left < share;
+        left = left.saturating_sub(share);
+        inside
+    });
+    1 + chosen.expect("the number is below the sum of the shares")
 }
 
 impl Source for Conversations<'_> {
-    fn next_sample(&mut self) -> Result<Option<Sample>> {
-        let turn_count = self.rng.random_range(1..=MAX_READ_TURNS);
-        let mut turns = Vec::with_capacity(turn_count);
-        for _ in 0..turn_count {
-            let count = self.picture_count();
-            let digits: Vec<Digit> = (0..count).map_while(|_| self.draw()).collect();
-            if !digits.is_empty() {
-                turns.push(digits);
-            }
-        }
-        if turns.is_empty() {
-            self.shuffle();
-            return Ok(None);
-        }
-        Ok(Some(self.task.conversation(&turns)))
+    fn epoch_len(&mut self, epoch: usize) -> usize {
+        self.plan(epoch).len()
+    }
+
+    fn sample(&mut self, place: Position) -> Result<Sample> {
+        let (task, all, varied) = (self.task, self.digits, self.varied);
+        let mut rng = epoch_rng(self.seed, place.epoch, Some(place.taken));
+        let mut digit = |&index: &usize| if varied { all[index].varied(&mut rng) } else { all[index] };
+        let turns = &self.plan(place.epoch)[place.taken];
+        let turns: Vec<Vec<Digit>> = turns.iter().map(|turn| turn.iter().map(&mut digit).collect()).collect();
+        Ok(task.conversation(&turns))
     }
 }
 
@@ -245,22 +244,36 @@ mod tests {
         Ok(())
     }
 
+    fn epoch(conversations: &mut Conversations<'_>, epoch: usize) -> Result<Vec<Sample>> {
+        let places = (0..conversations.epoch_len(epoch)).map(|taken| Position { epoch, taken });
+        places.map(|place| conversations.sample(place)).collect()
+    }
+
     #[test]
-    fn equal_seeds_give_equal_streams_and_no_sample_is_too_long() -> Result<()> {
+    fn equal_seeds_give_equal_conversations_and_no_sample_is_too_long() -> Result<()> {
         let task = task()?;
         let longest = task.longest();
-        let take = |mut stream: Conversations<'_>| {
-            (0..200).map(|_| Ok(stream.next_sample()?.expect("endless"))).collect::<Result<Vec<_>>>()
-        };
-        let samples = take(task.training(5))?;
-        assert_eq!(samples, take(task.training(5))?);
-        assert_ne!(samples, take(task.training(6))?);
+        let samples = epoch(&mut task.training(5), 0)?;
+        assert_eq!(samples, epoch(&mut task.training(5), 0)?);
+        assert_ne!(samples[..20], epoch(&mut task.training(6), 0)?[..20]);
         assert!(samples.iter().all(|sample| sample.len() <= longest));
         Ok(())
     }
 
     #[test]
-    fn every_digit_is_shown_once_per_round() -> Result<()> {
+    fn a_place_does_not_depend_on_what_came_before() -> Result<()> {
+        let task = task()?;
+        let mut unbroken = task.training(5);
+        let (first, second) = (epoch(&mut unbroken, 0)?, epoch(&mut unbroken, 1)?);
+        assert_ne!(first[..20], second[..20]);
+        let mut fresh = task.training(5);
+        assert_eq!(fresh.sample(Position { epoch: 1, taken: 7 })?, second[7]);
+        assert_eq!(fresh.sample(Position { epoch: 0, taken: 3 })?, first[3]);
+        Ok(())
+    }
+
+    #[test]
+    fn every_digit_is_shown_once_per_epoch() -> Result<()> {
         let task = task()?;
         let sorted = |mut pictures: Vec<Arc<ImagePatches>>| {
             pictures.sort_by(|a, b| a.pixels.partial_cmp(&b.pixels).expect("no pixel is NaN"));
@@ -268,11 +281,8 @@ mod tests {
         };
         let expected = sorted(task.digits.held_out.iter().map(|digit| patches(&task, digit)).collect());
         let mut held_out = task.held_out(1);
-        for _ in 0..2 {
-            let mut pictures = Vec::new();
-            while let Some(sample) = held_out.next_sample()? {
-                pictures.extend(sample.pictures);
-            }
+        for number in 0..2 {
+            let pictures = epoch(&mut held_out, number)?.into_iter().flat_map(|sample| sample.pictures).collect();
             assert_eq!(sorted(pictures), expected);
         }
         Ok(())

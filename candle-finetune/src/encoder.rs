@@ -11,6 +11,7 @@ use candle_vlm_processor::{
 
 use crate::error::{Error, Result};
 use crate::images;
+use crate::parquet::Cell;
 use crate::sample::{Part, Token};
 
 /// Stands for no picture: a code point that no text may hold.
@@ -47,14 +48,31 @@ pub(crate) struct Chat<'a> {
 }
 
 /// A sample with its pictures yet to be read.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Encoded {
     pub(crate) tokens: Vec<Token>,
-    pub(crate) pictures: Vec<PictureSource>,
+    pub(crate) pictures: Vec<Stored>,
     /// Of each picture.
     pub(crate) soft_tokens: Vec<usize>,
     /// The tokens of each picture, the opening and the closing one among them.
     pub(crate) blocks: Vec<Range<usize>>,
+}
+
+/// Where a picture is between its check and its use.
+#[derive(Debug, Clone)]
+pub(crate) enum Stored {
+    Source(PictureSource),
+    Cell(Cell),
+}
+
+impl Stored {
+    /// A name for errors.
+    pub(crate) fn name(&self) -> String {
+        match self {
+            Self::Source(source) => source.name(),
+            Self::Cell(cell) => cell.name.clone(),
+        }
+    }
 }
 
 /// A value, or the reason why a sample cannot be used.
@@ -175,6 +193,7 @@ impl Encoder {
         self.refuse(&encoded.ids, &[image, self.config.video_token_id, self.config.audio_token_id])?;
         let blocks: Vec<_> = (0..encoded.expansions.len()).map(|picture| encoded.tokens_of_picture(picture)).collect();
         let tokens = self.learned(encoder, chat, &inputs, &encoded, &blocks)?;
+        let pictures = pictures.into_iter().map(Stored::Source).collect();
         Ok(Encoded { tokens, pictures, soft_tokens, blocks })
     }
 

@@ -3,6 +3,10 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use crate::jsonl::counted;
+use crate::optimizer::StateFault;
+use crate::saves::SaveError;
+
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -26,11 +30,15 @@ pub enum Error {
     #[error("--model: {0}")]
     Hub(#[from] crate::hub::HubError),
 
+    /// A data set's name or folder could not be turned into files.
+    #[error("--data: {0}")]
+    DataHub(Box<crate::hub::HubError>),
+
     /// A flag has a value that cannot be used.
     #[error("{flag} {value:?}: allowed is {allowed}; {fix}")]
     Flag {
         /// The flag, with its dashes.
-        flag: &'static str,
+        flag: String,
         /// What was given.
         value: String,
         /// What is allowed.
@@ -39,13 +47,22 @@ pub enum Error {
         fix: String,
     },
 
-    /// There is no such flag.
-    #[error("{flag} is no flag of this recipe; the flags are {known}")]
+    /// There is no such setting.
+    #[error("{flag} is no setting of this recipe; {}", did_you_mean(nearest.as_deref()))]
     UnknownFlag {
         /// What was given.
         flag: String,
-        /// All flags.
-        known: String,
+        /// The flag that was most likely meant.
+        nearest: Option<String>,
+    },
+
+    /// Lines of a settings file are wrong; nothing was trained.
+    #[error("{}: {} cannot be used; nothing was trained{}", path.display(), counted(faults.len(), "line"), list(faults))]
+    Settings {
+        /// The file.
+        path: PathBuf,
+        /// All faults, in order of their lines.
+        faults: Vec<LineFault>,
     },
 
     /// A file could not be read or written.
@@ -64,14 +81,22 @@ pub enum Error {
     Processor(#[from] candle_vlm_processor::Error),
 
     /// A picture is not the one that was checked before training.
-    #[error("{} line {line}: {name} has changed since training began; leave the files alone until it ends", path.display())]
+    #[error("{place}: {name} has changed since training began; leave the files alone until it ends")]
     PictureChanged {
-        /// The data file.
-        path: PathBuf,
-        /// Line in it, from 1.
-        line: usize,
+        /// File and line or row, such as `data.jsonl line 7`.
+        place: String,
         /// The picture.
         name: String,
+    },
+
+    /// A run cannot go on with a data file that has changed.
+    #[error(
+        "{} gives other samples than when the checkpoint was written; bring the file back, or begin a new run in another \
+         --out", path.display()
+    )]
+    DataChanged {
+        /// The data file.
+        path: PathBuf,
     },
 
     /// The tokenizer and the model do not have a token that the recipe needs.
@@ -93,11 +118,13 @@ pub enum Error {
     },
 
     /// Lines of a data file are wrong; nothing was trained.
-    #[error("{}: {} of {} lines cannot be used; nothing was trained{}", path.display(), faults.len(), lines, list(faults))]
+    #[error("{}: {} of {} {unit}s cannot be used; nothing was trained{}", path.display(), faults.len(), lines, list(faults))]
     Data {
-        /// The file.
+        /// The file, or the folder of several.
         path: PathBuf,
-        /// Lines that were checked, empty ones not counted.
+        /// What is counted.
+        unit: Unit,
+        /// Lines or rows that were checked, empty lines not counted.
         lines: usize,
         /// All faults, in order of their lines.
         faults: Vec<LineFault>,
@@ -106,20 +133,67 @@ pub enum Error {
     /// A data file without a sample.
     #[error("{} has no sample; write one JSON object per line, such as {{\"prompt\": \"..\", \"completion\": \"..\"}}", path.display())]
     EmptyData {
+        /// The file, or the folder of several.
+        path: PathBuf,
+    },
+
+    /// A Parquet file, and a program that does not read them.
+    #[error("{} is a Parquet file, which this program was built without: build it with --features parquet", path.display())]
+    NoParquet {
         /// The file.
         path: PathBuf,
     },
 
+    /// A Parquet file that cannot be opened, or whose columns have types that are not read.
+    #[error("{} cannot be read as Parquet: {reason}", path.display())]
+    Parquet {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and what to do.
+        reason: String,
+    },
+
+    /// A Parquet file without the columns that training data has.
+    #[error(
+        "{} has the columns {}; understood are {understood}. Rename or rewrite them, for example with the library datasets: \
+         data.map(..) or data.rename_columns(..), then data.to_parquet(..)",
+        path.display(), columns.join(", ")
+    )]
+    Columns {
+        /// The file.
+        path: PathBuf,
+        /// The columns that it has.
+        columns: Vec<String>,
+        /// Sets of columns that make a sample.
+        understood: &'static str,
+    },
+
+    /// Held-out samples would leave nothing on one side.
+    #[error(
+        "holding {asked} of {samples} samples out leaves {train} to train on and {held_out} to validate with; both need at \
+         least 1: hold out a count from 1 to {}, or a share that comes to one", samples.saturating_sub(1)
+    )]
+    HeldOut {
+        /// What was asked for.
+        asked: String,
+        /// Samples of the data.
+        samples: usize,
+        /// Samples that would be trained on.
+        train: usize,
+        /// Samples that would be held out.
+        held_out: usize,
+    },
+
     /// All samples of a data file are longer than a row, or have nothing to learn in the part that fits.
-    #[error("{}: {}; the longest of {samples}, line {line}, has {longest} tokens: {}", path.display(),
+    #[error("{}: {}; the longest of {samples}, {place}, has {longest} tokens: {}", path.display(),
         why_nothing_fits(*seq_len, *truncate), fix_nothing_fits(*longest, *truncate))]
     NothingFits {
-        /// The file.
+        /// The file, or the folder of several.
         path: PathBuf,
         /// Samples of the file.
         samples: usize,
-        /// Line of the longest sample, from 1.
-        line: usize,
+        /// Where the longest sample stands, such as `line 7`.
+        place: String,
         /// Tokens of the longest sample.
         longest: usize,
         /// Tokens of a row.
@@ -148,6 +222,33 @@ pub enum Error {
         seq_len: usize,
     },
 
+    /// Training data has fewer samples than a checkpoint says were taken.
+    #[error(
+        "the checkpoint was written after {taken} samples of epoch {}, but the data has {samples}; it has changed: resume \
+         with the data of that time, or start a new run from the checkpoint's folder with --model", epoch + 1
+    )]
+    Position {
+        /// The epoch, from 0.
+        epoch: usize,
+        /// Samples of it that were taken.
+        taken: usize,
+        /// Samples that it has.
+        samples: usize,
+    },
+
+    /// A file does not hold the state of this optimizer.
+    #[error("{}: this optimizer state cannot be used: {fault}", path.display())]
+    OptimizerState {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        fault: StateFault,
+    },
+
+    /// A checkpoint was not written, or cannot be used.
+    #[error(transparent)]
+    Saves(#[from] SaveError),
+
     /// The loss or a gradient is not a number any more.
     #[error(
         "step {step}: {what} is {value}; the weights of the last step were not saved. Lower --lr, and check that data and \
@@ -162,6 +263,17 @@ pub enum Error {
         value: f64,
     },
 
+    /// A line of a metrics file that a run goes on with.
+    #[error("{} line {line} is no report of a run: {reason}; move the file away to resume without it", path.display())]
+    Metrics {
+        /// The file.
+        path: PathBuf,
+        /// Line in it, from 1.
+        line: usize,
+        /// What is wrong.
+        reason: String,
+    },
+
     /// The picture of the loss curve could not be drawn.
     #[error("cannot draw {}: {reason}", path.display())]
     Plot {
@@ -174,12 +286,12 @@ pub enum Error {
 
 impl Error {
     pub(crate) fn flag(
-        flag: &'static str,
+        flag: impl Into<String>,
         value: impl ToString,
         allowed: impl Into<String>,
         fix: impl Into<String>,
     ) -> Self {
-        Self::Flag { flag, value: value.to_string(), allowed: allowed.into(), fix: fix.into() }
+        Self::Flag { flag: flag.into(), value: value.to_string(), allowed: allowed.into(), fix: fix.into() }
     }
 
     /// True if the user's input has to change: a flag, the data, the checkpoint.
@@ -187,16 +299,27 @@ impl Error {
         match self {
             Self::Flag { .. }
             | Self::UnknownFlag { .. }
+            | Self::Settings { .. }
             | Self::Processor(_)
             | Self::PictureChanged { .. }
+            | Self::DataChanged { .. }
             | Self::MissingToken { .. }
             | Self::Task { .. }
             | Self::Data { .. }
             | Self::EmptyData { .. }
+            | Self::NoParquet { .. }
+            | Self::Parquet { .. }
+            | Self::Columns { .. }
+            | Self::HeldOut { .. }
             | Self::NothingFits { .. }
-            | Self::SampleTooLong { .. } => true,
+            | Self::Metrics { .. }
+            | Self::SampleTooLong { .. }
+            | Self::Position { .. }
+            | Self::OptimizerState { .. } => true,
             Self::Cp(candle_cp::Error::RankFailed { cause, .. }) => cause.downcast_ref().is_some_and(Self::is_usage),
+            Self::Saves(error) => error.is_usage(),
             Self::Hub(error) => error.is_usage(),
+            Self::DataHub(error) => error.is_usage(),
             Self::Gemma(error) => !matches!(error, candle_gemma4::Error::Candle(_) | candle_gemma4::Error::Cp(_)),
             Self::Candle(_)
             | Self::Cp(_)
@@ -214,18 +337,39 @@ pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(
     move |cause| Error::Io { action, path, cause }
 }
 
-/// One line of a data file that cannot be used.
+/// What a data file is made of.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Unit {
+    /// Lines of a JSONL file.
+    #[default]
+    Line,
+    /// Rows of a Parquet file.
+    Row,
+}
+
+impl fmt::Display for Unit {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Self::Line => "line",
+            Self::Row => "row",
+        })
+    }
+}
+
+/// One line or row of a data file that cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LineFault {
-    /// Line in the file, from 1; empty lines count.
+    /// Line or row in its file, from 1; empty lines count.
     pub line: usize,
+    /// Where it is, such as `line 7`; with the file if the data has several.
+    pub place: String,
     /// What is wrong and what is allowed.
     pub reason: String,
 }
 
 impl fmt::Display for LineFault {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "line {}: {}", self.line, self.reason)
+        write!(f, "{}: {}", self.place, self.reason)
     }
 }
 
@@ -238,6 +382,10 @@ fn list(faults: &[LineFault]) -> String {
         text += &format!("\n  and {} more", faults.len() - SHOWN_FAULTS);
     }
     text
+}
+
+fn did_you_mean(nearest: Option<&str>) -> String {
+    nearest.map_or_else(|| "--help lists all of them".to_string(), |nearest| format!("the nearest is {nearest}"))
 }
 
 fn why_nothing_fits(seq_len: usize, truncate: bool) -> String {

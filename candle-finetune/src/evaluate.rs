@@ -32,6 +32,11 @@ impl Scores {
         (total > 0.0).then(|| self.loss_sum / total)
     }
 
+    /// Learned tokens.
+    pub fn tokens(&self) -> usize {
+        self.total.iter().sum::<f64>() as usize
+    }
+
     fn numbers(&self) -> Vec<f64> {
         [self.loss_sum].into_iter().chain(self.right).chain(self.total).collect()
     }
@@ -63,7 +68,7 @@ pub fn evaluate(trainer: &Trainer, batches: &[Batch]) -> Result<Scores> {
 fn add_local(trainer: &Trainer, batch: &Batch, scores: &mut Scores) -> Result<()> {
     let (model, device) = (trainer.model(), Device::Cpu);
     let context = trainer.context(batch)?;
-    let inputs = batch.inputs(&trainer.job().model, DType::F32, &device)?;
+    let inputs = batch.inputs(&trainer.job().model, trainer.config().dtype, &device)?;
     let local = model.shard(&model.embed(&inputs, &mut ())?, &inputs.input_ids_bs, &context)?;
     let hidden_bsh = model.decode(&local, &context, &mut ())?.detach();
     let labels = context.shard_labels(&batch.labels_bs(&device)?)?;

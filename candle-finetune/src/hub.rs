@@ -1,4 +1,4 @@
-//! Models by name: from the Hugging Face Hub into the cache that Python's library shares.
+//! Models and data sets by name: from the Hugging Face Hub into the cache that Python's library shares.
 //!
 //! ```no_run
 //! use candle_finetune::hub::{HubOptions, PullBar, resolve_model};
@@ -9,13 +9,15 @@
 //! # Ok::<(), candle_finetune::hub::HubError>(())
 //! ```
 //!
-//! Pulled are the configurations, tokenizer and templates, and the safetensors that the index names. Every file is taken
+//! Pulled are of a model the configurations, tokenizer and templates, and the safetensors that the index names; of a data
+//! set the JSONL or Parquet files of one split, and the pictures that its lines name by relative paths. Every file is taken
 //! from one commit, goes on where an interrupted run ended, and gets its name only when its length and its hash are right.
 //! The token is sent to the Hub's own address alone. A revision that is in the cache in full costs one request, offline
 //! none.
 
 mod cache;
 mod client;
+mod data;
 mod download;
 mod error;
 mod files;
@@ -26,12 +28,12 @@ mod spec;
 
 use std::path::{Path, PathBuf};
 
-use cache::{Cache, create_parent};
+use cache::{Cache, Snapshot, create_parent};
 use client::{Client, Info, Listed, pause};
 use download::Blob;
 use error::Result;
 use hash::Hash;
-use spec::ModelName;
+use spec::RepoName;
 
 pub use error::HubError;
 pub use options::HubOptions;
@@ -58,52 +60,110 @@ pub fn resolve_model(
             reason: "it is a file; give the folder it is in".to_string(),
         });
     }
-    let name = ModelName::parse(spec)?;
-    let cache = Cache::new(options.cache.as_deref().ok_or(HubError::NoCache)?, &name);
-    if options.offline {
-        return from_cache(&name, &cache);
-    }
-    let client = Client::new(options, &name)?;
-    match (Pull { name: &name, cache: &cache, client: &client, options }).run(progress) {
-        Err(error) if error.is_outage() => match cache.find(&name.revision) {
-            Some(copy) if files::incomplete(&copy.folder).is_none() => {
-                let (name, reason) = (name.to_string(), error.to_string());
-                progress(&PullEvent::FromCache { name: &name, commit: &copy.commit, reason: &reason });
-                Ok(copy.folder)
-            }
-            _ => Err(error),
-        },
-        other => other,
-    }
+    let name = RepoName::model(spec)?;
+    let whole = |_: &Cache, copy: &Snapshot| match files::incomplete(&copy.folder) {
+        Some(reason) => Err(reason),
+        None => Ok(copy.folder.clone()),
+    };
+    resolve(&name, options, progress, |pull, progress| pull.model(progress), whole)
 }
 
-fn from_cache(name: &ModelName, cache: &Cache) -> Result<PathBuf> {
-    let found = cache.find(&name.revision);
-    let reason = match &found {
-        Some(copy) => files::incomplete(&copy.folder),
-        None => Some("it was never pulled".to_string()),
+/// The files of training data: an existing file as it is; the files of a folder or of a data set of the Hub,
+/// `hub:org/name` or `hub:org/name@revision`, that its split `train` has. Behind `hub:org/name:` another split, a folder, a
+/// folder and a split (`ocr/test`), or one file may be named.
+///
+/// Splits are told by the names of files as on the Hub (`data/train-00000-of-00003.parquet`, `train.jsonl`,
+/// `train/a.jsonl`); if no name tells one, all files are `train`. Relative paths of pictures in JSONL files of the Hub are
+/// pulled too. What is out of reach is taken from the cache as [`resolve_model`] does.
+///
+/// # Errors
+/// `spec` is none of these; there is no such split, or several sets of files that could be meant; the files are Parquet,
+/// which this build does not read; the Hub does not have or does not give it; the network, the disk or what came is not in
+/// order.
+pub fn resolve_data(
+    spec: &str,
+    options: &HubOptions,
+    progress: &mut dyn FnMut(&PullEvent),
+) -> std::result::Result<Vec<PathBuf>, HubError> {
+    let Some(named) = RepoName::data(spec) else { return local_data(spec) };
+    let (name, selector) = named?;
+    let whole = |cache: &Cache, copy: &Snapshot| {
+        let listed = cache.list(&copy.commit).unwrap_or_else(|| data::files_below(&copy.folder));
+        let listed: Vec<&str> = listed.iter().map(String::as_str).collect();
+        let picked = data::pick(&listed, selector).map_err(|reason| format!("the copy there {reason}"))?;
+        match data::incomplete(&copy.folder, &picked, &listed) {
+            Some(reason) => Err(reason),
+            None => Ok(data::in_folder(&copy.folder, &picked)),
+        }
     };
-    match (found, reason) {
-        (Some(copy), None) => Ok(copy.folder),
-        (_, reason) => Err(HubError::Offline {
+    resolve(&name, options, progress, |pull, progress| pull.data(selector, progress), whole)
+}
+
+fn local_data(spec: &str) -> Result<Vec<PathBuf>> {
+    let path = Path::new(spec);
+    if path.is_dir() {
+        let listed = data::files_below(path);
+        let listed: Vec<&str> = listed.iter().map(String::as_str).collect();
+        let picked = data::pick(&listed, None).map_err(|reason| HubError::DataFiles {
+            source_name: spec.to_string(),
+            reason: match reason.split_once(data::HINT) {
+                Some((reason, _)) => format!("{reason}; give the file or the folder that is meant"),
+                None => reason,
+            },
+        })?;
+        return Ok(data::in_folder(path, &picked));
+    }
+    if path.exists() {
+        return Ok(vec![path.to_path_buf()]);
+    }
+    let reason = match RepoName::model(spec) {
+        Ok(_) => format!("there is no such file or folder; if a data set of the Hub is meant, write hub:{spec}"),
+        Err(_) => "there is no such file or folder".to_string(),
+    };
+    Err(HubError::DataSpec { given: spec.to_string(), reason })
+}
+
+/// Pulls, or takes what the cache has. `whole` gives what is asked for out of a copy in the cache, or tells what it lacks.
+fn resolve<T>(
+    name: &RepoName,
+    options: &HubOptions,
+    progress: &mut dyn FnMut(&PullEvent),
+    pull: impl Fn(&Pull<'_>, &mut dyn FnMut(&PullEvent)) -> Result<T>,
+    whole: impl Fn(&Cache, &Snapshot) -> std::result::Result<T, String>,
+) -> Result<T> {
+    let cache = Cache::new(options.cache.as_deref().ok_or(HubError::NoCache)?, name);
+    if options.offline {
+        let found = cache.find(&name.revision).ok_or_else(|| "it was never pulled".to_string());
+        return found.and_then(|copy| whole(&cache, &copy)).map_err(|reason| HubError::Offline {
             repo: name.repo.clone(),
             revision: name.revision.clone(),
             cache: cache.root().to_path_buf(),
-            reason: reason.unwrap_or_default(),
-        }),
+            reason,
+        });
+    }
+    let client = Client::new(options, name)?;
+    match pull(&Pull { name, cache: &cache, client: &client, options }, progress) {
+        Err(error) if error.is_outage() => {
+            let found = cache.find(&name.revision).and_then(|copy| Some((whole(&cache, &copy).ok()?, copy.commit)));
+            let Some((copy, commit)) = found else { return Err(error) };
+            let (name, reason) = (name.to_string(), error.to_string());
+            progress(&PullEvent::FromCache { name: &name, commit: &commit, reason: &reason });
+            Ok(copy)
+        }
+        other => other,
     }
 }
 
 /// One pull of one revision.
 struct Pull<'a> {
-    name: &'a ModelName,
+    name: &'a RepoName,
     cache: &'a Cache,
     client: &'a Client<'a>,
     options: &'a HubOptions,
 }
 
 impl Pull<'_> {
-    fn run(&self, progress: &mut dyn FnMut(&PullEvent)) -> Result<PathBuf> {
+    fn model(&self, progress: &mut dyn FnMut(&PullEvent)) -> Result<PathBuf> {
         let info = self.client.info()?;
         progress(&PullEvent::Found { name: &self.name.to_string(), commit: &info.commit });
         let listed: Vec<&str> = info.siblings.iter().map(|file| file.path.as_str()).collect();
@@ -133,6 +193,37 @@ impl Pull<'_> {
         }
         self.cache.set_revision(&self.name.revision, &info.commit)?;
         Ok(folder)
+    }
+
+    fn data(&self, selector: Option<&str>, progress: &mut dyn FnMut(&PullEvent)) -> Result<Vec<PathBuf>> {
+        let info = self.client.info()?;
+        progress(&PullEvent::Found { name: &self.name.to_string(), commit: &info.commit });
+        let listed: Vec<&str> = info.siblings.iter().map(|file| file.path.as_str()).collect();
+        let fault = |reason| HubError::DataFiles { source_name: self.name.to_string(), reason };
+        let picked = data::pick(&listed, selector).map_err(fault)?;
+        let tables = picked.iter().filter(|file| file.ends_with(".parquet")).count();
+        if tables > 0 && !cfg!(feature = "parquet") {
+            return Err(fault(format!(
+                "has this data as Parquet ({tables} files, {} the first), which this program was built without: build it \
+                 with --features parquet; nothing was pulled",
+                picked[0]
+            )));
+        }
+        let folder = self.cache.snapshot(&info.commit);
+        for file in &picked {
+            self.file(&info, file, progress)?;
+        }
+        for file in picked.iter().filter(|file| !file.ends_with(".parquet")) {
+            let path = folder.join(file);
+            let text = std::fs::read(&path).map_err(error::io_at("read", &path, 0))?;
+            let pictures = data::pictures(&text, file);
+            for picture in info.siblings.iter().filter(|listed| pictures.contains(&listed.path)) {
+                self.file(&info, &picture.path, progress)?;
+            }
+        }
+        self.cache.set_list(&info.commit, &listed)?;
+        self.cache.set_revision(&self.name.revision, &info.commit)?;
+        Ok(data::in_folder(&folder, &picked))
     }
 
     fn incomplete(&self, missing: Vec<String>, listed: &[&str], fix: &'static str) -> HubError {

@@ -8,9 +8,9 @@ use crate::config::Config;
 use crate::encoder::Encoder;
 use crate::error::{Error, Result};
 use crate::histogram::histogram;
-use crate::jsonl::{Epochs, Line, Lines, counted};
-use crate::packing::Packer;
-use crate::sample::{Sample, Source, is_learned};
+use crate::jsonl::{Line, Lines, counted};
+use crate::plan::{EpochPlan, Plan};
+use crate::sample::is_learned;
 
 /// What of a data file is shown, and how.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -53,12 +53,12 @@ impl Inspection {
 /// There is no data file, a setting or a line of the file cannot be used, or there is no sample in the line to show.
 pub fn inspect(config: &Config, inspection: &Inspection) -> Result<String> {
     config.validate()?;
-    let (Some(folder), Some(data)) = (&config.model, &config.data) else {
+    let (Some(folder), Some(_)) = (config.model_folder(), &config.data) else {
         let allowed = "beside --model DIR and --data FILE.jsonl: there is no file of the digits to look into";
         return Err(Error::flag("--inspect", true, allowed, "give both"));
     };
     let model = candle_gemma4::Config::from_folder(folder)?;
-    let lines = Lines::read(data, Encoder::from_folder(folder, &model)?)?;
+    let lines = Lines::read_all(&config.train_files(), Encoder::from_folder(folder, &model)?)?;
     let lengths: Vec<usize> = lines.lines().iter().map(Line::len).collect();
     let mut sections = vec![
         overview(&lines),
@@ -130,30 +130,10 @@ fn survivors(lines: &Lines, seq_len: usize) -> String {
     text
 }
 
-/// The samples without their pictures: nothing is read again.
-struct TokensOnly<'a> {
-    lines: &'a Lines,
-    epochs: Epochs<'a>,
-}
-
-impl Source for TokensOnly<'_> {
-    fn next_sample(&mut self) -> Result<Option<Sample>> {
-        let tokens = |index: usize| self.lines.lines()[index].encoded.tokens.clone();
-        Ok(self.epochs.next_index().map(|index| Sample { tokens: tokens(index), pictures: Vec::new() }))
-    }
-}
-
 /// How the rows of the first epoch are filled.
 fn packed(lines: &Lines, model: &candle_gemma4::Config, config: &Config) -> Result<String> {
-    let source = Box::new(TokensOnly { lines, epochs: lines.training(config.seed) });
-    let mut packer = Packer::new(source, model, config.batch_rows, config.seq_len);
-    let (mut batches, mut tokens) = (0, 0);
-    while let Some(batch) = packer.next_batch()? {
-        batches += 1;
-        tokens += batch.token_count();
-    }
-    let rows = batches * config.batch_rows;
-    let places = rows * config.seq_len;
+    let EpochPlan { batches, rows, tokens, .. } = Plan::make(lines, model, config)?.first();
+    let places = batches * config.batch_rows * config.seq_len;
     let mut text = format!(
         "packed, one epoch: {} in {} of {} tokens ({} of {}), {} padding\n",
         counted(lines.len(), "sample"),

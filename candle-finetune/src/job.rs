@@ -1,27 +1,43 @@
 //! What a run works on: model and data, checked and loaded before any rank starts.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use candle_core::{DType, Device};
-use candle_gemma4::{LoadOptions, Weights};
+use candle_core::Device;
+use candle_gemma4::{LoadOptions, LoraReport, Part, Weights};
 use candle_vlm_processor::TextTokenizer;
 
 use crate::config::Config;
 use crate::digit_task::DigitTask;
 use crate::encoder::Encoder;
 use crate::error::{Error, Result};
-use crate::jsonl::Lines;
+use crate::jsonl::{HeldOut, Lines, counted};
 use crate::packing::{Batch, Packer};
+use crate::plan::{EpochPlan, Plan};
 use crate::sample::Source;
+use crate::saves::State;
+use crate::schedule::Schedule;
 use crate::small_model;
 
 /// Seed of the held-out conversations: the same in every run, so that accuracies compare.
 const HELD_OUT_SEED: u64 = 0x0d19_1757;
 
+/// Most steps of the warm-up, unless it is given.
+const LONGEST_WARMUP: usize = 30;
+
 #[derive(Debug)]
 enum Data {
     Digits(Box<DigitTask>),
-    Lines(Box<Lines>),
+    Lines(Box<Samples>),
+}
+
+/// A data file.
+#[derive(Debug)]
+struct Samples {
+    train: Lines,
+    /// Held out.
+    validation: Option<Lines>,
+    plan: Plan,
 }
 
 /// Model and data of a run; ranks share it.
@@ -31,6 +47,7 @@ pub struct Job {
     pub model: candle_gemma4::Config,
     folder: Option<PathBuf>,
     data: Data,
+    steps: usize,
 }
 
 impl Job {
@@ -40,14 +57,14 @@ impl Job {
     /// A setting, the checkpoint folder or the data cannot be used.
     pub fn prepare(config: &Config) -> Result<Self> {
         config.validate()?;
-        let model = match &config.model {
+        let model = match config.model_folder() {
             Some(folder) => candle_gemma4::Config::from_folder(folder)?,
             None => small_model::config()?,
         };
-        let data = match (&config.model, &config.data) {
-            (Some(folder), Some(path)) => {
-                let encoder = Encoder::from_folder(folder, &model)?;
-                Data::Lines(Box::new(Lines::read(path, encoder)?.fit(config.seq_len, config.truncate)?))
+        let data = match (config.model_folder(), &config.data) {
+            (Some(folder), Some(_)) => {
+                let encoder = Arc::new(Encoder::from_folder(folder, &model)?);
+                Data::Lines(Box::new(Samples::read(encoder, &model, config)?))
             }
             (Some(folder), None) => Data::digits(config, &model, &TextTokenizer::from_folder(folder)?)?,
             (None, _) => {
@@ -55,49 +72,97 @@ impl Job {
                 Data::digits(config, &model, &tokenizer)?
             }
         };
-        Ok(Self { model, folder: config.model.clone(), data })
+        let steps = match (&data, config.steps) {
+            (_, Some(steps)) => steps,
+            (Data::Lines(samples), None) => samples.plan.steps(),
+            (Data::Digits(_), None) => Config::DIGIT_STEPS,
+        };
+        Ok(Self { model, folder: config.model_folder().map(Path::to_path_buf), data, steps })
     }
 
-    /// The starting weights, in f32 on the CPU; the same numbers on every rank. Parts in `config.freeze` are constants.
+    /// The starting weights on the CPU, the same numbers on every rank. What `config.freeze` names is constant, and beside
+    /// adapters everything else.
     ///
     /// # Errors
-    /// The checkpoint's tensors are not those of its configuration, or all of them are frozen.
+    /// The checkpoint's tensors are not those of its configuration, all of them are frozen, or adapters fit nowhere.
     pub fn weights(&self, config: &Config) -> Result<Weights> {
-        let Some(folder) = &self.folder else {
-            return Ok(Weights::random(&self.model, DType::F32, &Device::Cpu, config.seed)?);
-        };
-        let options = LoadOptions::new().freeze(config.freeze.iter().copied());
-        let weights = Weights::load_with(folder, &self.model, DType::F32, &Device::Cpu, &options)?;
-        match weights.variables().is_empty() {
-            true => Err(Error::flag(
-                "--freeze",
-                config.frozen_names(),
-                "what leaves a part of the model to train",
-                "leave a part out",
-            )),
-            false => Ok(weights),
+        Ok(self.start(config)?.0)
+    }
+
+    /// The same, and where adapters went.
+    pub(crate) fn start(&self, config: &Config) -> Result<(Weights, Option<LoraReport>)> {
+        match &self.folder {
+            None => Ok((Weights::random(&self.model, config.dtype, &Device::Cpu, config.seed)?, None)),
+            Some(folder) => self.load(config, folder, None),
         }
+    }
+
+    /// The weights in a folder that [`Job::write_state`] wrote.
+    pub(crate) fn goes_on(&self, config: &Config, saved: &Path) -> Result<(Weights, Option<LoraReport>)> {
+        match (&self.folder, config.lora.rank) {
+            (Some(folder), Some(_)) => self.load(config, folder, Some(saved)),
+            _ => self.load(config, saved, None),
+        }
+    }
+
+    fn load(&self, config: &Config, folder: &Path, adapter: Option<&Path>) -> Result<(Weights, Option<LoraReport>)> {
+        let load = |options: &LoadOptions| Weights::load_with(folder, &self.model, config.dtype, &Device::Cpu, options);
+        let Some(lora) = config.lora.options() else {
+            let weights = load(&freeze(&config.freeze)?)?;
+            let allowed = "what leaves a part of the model to train";
+            return match weights.variables().is_empty() {
+                true => Err(Error::flag("--freeze", config.freeze.join(","), allowed, "leave a part out")),
+                false => Ok((weights, None)),
+            };
+        };
+        let mut weights = load(&LoadOptions::new().freeze(Part::ALL))?;
+        let report = match adapter {
+            Some(adapter) => weights.load_lora(adapter, &self.model)?,
+            None => weights.add_lora(&self.model, &lora, config.seed)?,
+        };
+        Ok((weights, Some(report)))
     }
 
     /// The stream of training batches; the same on every rank.
     pub fn training(&self, config: &Config) -> Packer<'_> {
         let source: Box<dyn Source> = match &self.data {
             Data::Digits(task) => Box::new(task.training(config.seed)),
-            Data::Lines(lines) => Box::new(lines.training(config.seed)),
+            Data::Lines(samples) => Box::new(samples.train.training(config.seed)),
         };
         Packer::new(source, &self.model, config.batch_rows, config.seq_len)
     }
 
-    /// All held-out batches, each held-out digit once per round; empty for a JSONL file.
+    /// Optimizer steps of the run.
+    pub fn steps(&self) -> usize {
+        self.steps
+    }
+
+    /// The learning rate of every step.
+    pub fn schedule(&self, config: &Config) -> Schedule {
+        let warmup = config.warmup.unwrap_or(LONGEST_WARMUP.min(self.steps.div_ceil(10)));
+        Schedule { kind: config.schedule, peak: config.rate(), warmup, steps: self.steps, floor: config.rate_floor }
+    }
+
+    /// Steps between two validations; `None` if no sample of a data file is held out.
+    pub fn validate_every(&self, config: &Config) -> Option<usize> {
+        self.lines()?.validation.as_ref().map(|_| config.validate_every.unwrap_or(self.steps.div_ceil(10)))
+    }
+
+    /// All held-out batches: of the digits each one once per round, of a data file what is held out of it.
     ///
     /// # Errors
     /// A conversation does not fit a row.
     pub fn held_out(&self, config: &Config) -> Result<Vec<Batch>> {
-        let Data::Digits(task) = &self.data else { return Ok(Vec::new()) };
-        let source = Box::new(task.held_out(HELD_OUT_SEED));
+        let (source, rounds): (Box<dyn Source>, usize) = match &self.data {
+            Data::Digits(task) => (Box::new(task.held_out(HELD_OUT_SEED)), config.held_out_rounds),
+            Data::Lines(samples) => match &samples.validation {
+                Some(lines) => (Box::new(lines.in_order()), 1),
+                None => return Ok(Vec::new()),
+            },
+        };
         let mut packer = Packer::new(source, &self.model, config.batch_rows, config.seq_len);
         let mut batches = Vec::new();
-        for _ in 0..config.held_out_rounds {
+        for _ in 0..rounds {
             while let Some(batch) = packer.next_batch()? {
                 batches.push(batch);
             }
@@ -112,30 +177,86 @@ impl Job {
 
     /// What a user should know about the data: samples that were left out or cut, fields that are not read.
     pub fn notices(&self) -> Vec<String> {
-        self.lines().map(Lines::notices).unwrap_or_default()
+        let Some(samples) = self.lines() else { return Vec::new() };
+        let held_out = samples.validation.iter().flat_map(|lines| lines.notices());
+        samples.train.notices().into_iter().chain(held_out.map(|notice| format!("held out: {notice}"))).collect()
+    }
+
+    /// Tells training data apart: all tokens of all samples and what is learned of them.
+    pub fn fingerprint(&self) -> String {
+        match &self.data {
+            Data::Digits(_) => "digits".to_string(),
+            Data::Lines(samples) => samples.train.fingerprint(),
+        }
+    }
+
+    /// Whether a run can go on with this data.
+    pub(crate) fn check_resumable(&self, state: &State) -> Result<()> {
+        match &self.data {
+            Data::Lines(samples) if samples.train.fingerprint() != state.data => {
+                Err(Error::DataChanged { path: samples.train.path().to_path_buf() })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Samples left out and samples cut, for the length of a row.
     pub fn samples_dropped_and_cut(&self) -> (usize, usize) {
-        self.lines().map_or((0, 0), |lines| (lines.fitted().dropped(), lines.fitted().cut.len()))
+        self.lines().map_or((0, 0), |samples| {
+            let fitted = samples.train.fitted();
+            (fitted.dropped(), fitted.cut.len())
+        })
     }
 
-    fn lines(&self) -> Option<&Lines> {
+    fn lines(&self) -> Option<&Samples> {
         match &self.data {
             Data::Digits(_) => None,
-            Data::Lines(lines) => Some(lines),
+            Data::Lines(samples) => Some(samples),
         }
     }
 
-    /// What is trained on, in a few words.
-    pub fn data_summary(&self) -> String {
+    /// What is trained on, in a line: samples, rows after packing, batches and steps.
+    pub fn data_summary(&self, config: &Config) -> String {
         match &self.data {
             Data::Digits(task) => {
                 let digits = task.digits();
                 format!("{} digits ({} held out)", digits.train.len(), digits.held_out.len())
             }
-            Data::Lines(lines) => format!("{} samples", lines.len()),
+            Data::Lines(samples) => samples.summary(config),
         }
+    }
+}
+
+impl Samples {
+    fn read(encoder: Arc<Encoder>, model: &candle_gemma4::Config, config: &Config) -> Result<Self> {
+        let read = |files: &[PathBuf]| Lines::read_all(files, encoder.clone())?.fit(config.seq_len, config.truncate);
+        let all = read(&config.train_files())?;
+        let (train, validation) = match (config.validation_files().as_slice(), config.validation_share) {
+            ([], None) => (all, None),
+            ([], Some(share)) => {
+                let (train, held_out) = all.split(HeldOut::Share(share), config.seed)?;
+                (train, Some(held_out))
+            }
+            (files, _) => (all, Some(read(files)?)),
+        };
+        let plan = Plan::make(&train, model, config)?;
+        Ok(Self { train, validation, plan })
+    }
+
+    fn summary(&self, config: &Config) -> String {
+        let EpochPlan { samples, batches, rows, tokens, steps } = self.plan.first();
+        let held_out = self.validation.as_ref().map_or(String::new(), |lines| format!(", {} held out", lines.len()));
+        format!(
+            "{}{held_out}; an epoch packs them into {} of {} tokens ({:.0} % full): {} of {}, {} of {}",
+            counted(samples, "sample"),
+            counted(rows, "row"),
+            config.seq_len,
+            100.0 * tokens as f64 / (rows * config.seq_len).max(1) as f64,
+            counted(batches, "batch"),
+            counted(config.batch_rows, "row"),
+            counted(steps, "step"),
+            counted(config.accumulate, "batch")
+        )
     }
 }
 
@@ -153,4 +274,14 @@ impl Data {
             false => Ok(Self::Digits(Box::new(task))),
         }
     }
+}
+
+/// Parts by their names, `embeddings`, and patterns of tensor names.
+fn freeze(names: &[String]) -> Result<LoadOptions> {
+    let part = |name: &str| Part::ALL.into_iter().find(|part| part.to_string() == name);
+    let patterns = names.iter().filter(|name| part(name).is_none()).map(|name| match name.as_str() {
+        "embeddings" => "*embed_tokens*",
+        pattern => pattern,
+    });
+    Ok(LoadOptions::new().freeze(names.iter().filter_map(|name| part(name))).freeze_matching(patterns)?)
 }

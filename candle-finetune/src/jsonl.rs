@@ -1,30 +1,43 @@
-//! Training data as JSONL: every line is checked before anything is trained.
+//! Training data as JSONL or Parquet: every line or row is checked before anything is trained.
 
 mod epochs;
 mod fields;
+mod fingerprint;
 mod fit;
+mod held_out;
+mod places;
 mod reader;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use candle_vlm_processor::ImagePatches;
+use candle_vlm_processor::{ImagePatches, PictureSource};
 
 pub use self::epochs::Epochs;
+#[cfg(feature = "parquet")]
+pub(crate) use self::fields::{COLUMNS, KNOWN, has_a_sample, json};
 pub use self::fit::Fitted;
 use self::fit::listed;
 pub(crate) use self::fit::{counted, cut};
+pub use self::held_out::{HeldOut, InOrder};
+use self::places::Places;
 use self::reader::Reader;
-use crate::encoder::{Encoded, Encoder};
-use crate::error::{Error, LineFault, Result, io};
+use crate::encoder::{Encoded, Encoder, Fault, Stored};
+use crate::error::{Error, Result, Unit, io};
+use crate::parquet::{self, Table};
 use crate::sample::Sample;
 
-/// All samples of a file. Tokens are kept in memory; pictures are read again whenever their sample comes.
+/// All samples of one or several files. Tokens are kept in memory; pictures are read again whenever their sample comes:
+/// from their own files, or from their cells of a Parquet file. For a cell the pages of its one column and row group are
+/// walked up to its row: skipped unread where the file tells how many rows they have (a column without lists, version 2
+/// pages, or a page index), else unpacked, which small row groups keep short.
 #[derive(Debug)]
 pub struct Lines {
-    encoder: Encoder,
-    path: PathBuf,
+    encoder: Arc<Encoder>,
+    places: Arc<Places>,
+    /// Of each file that is one.
+    tables: Arc<Vec<Option<Table>>>,
     samples: Vec<Line>,
     /// Fields that no line is read for, and the lines that have them.
     unread: BTreeMap<String, usize>,
@@ -34,57 +47,73 @@ pub struct Lines {
     in_use: Mutex<BTreeMap<usize, Vec<Weak<ImagePatches>>>>,
 }
 
-/// A sample and its line, from 1.
+/// A sample and its line or row, from 1, counted through all files.
 #[derive(Debug)]
 pub(crate) struct Line {
     pub(crate) number: usize,
     pub(crate) encoded: Encoded,
 }
 
+/// What is found while files are read.
+struct Found<'a> {
+    encoder: &'a Encoder,
+    places: Places,
+    tables: Vec<Option<Table>>,
+    samples: Vec<Line>,
+    /// Line or row, and what is wrong with it.
+    faults: Vec<(usize, String)>,
+    unread: BTreeMap<String, usize>,
+    /// Lines and rows so far.
+    end: usize,
+}
+
 impl Lines {
-    /// Reads and checks a file, its pictures included. Samples may be of any length until [`Lines::fit`].
+    /// Reads and checks a file, its pictures included. Its content tells whether it is JSONL or Parquet. Samples may be of
+    /// any length until [`Lines::fit`].
     ///
     /// # Errors
     /// The file cannot be read, has no sample, or has lines that cannot be used; all of those are listed.
-    pub fn read(path: &Path, encoder: Encoder) -> Result<Self> {
-        let bytes = std::fs::read(path).map_err(io("read", path))?;
-        if let Some(reason) = other_format(&bytes) {
-            let faults = vec![LineFault { line: 1, reason }];
-            return Err(Error::Data { path: path.to_path_buf(), lines: 1, faults });
+    pub fn read(path: &Path, encoder: impl Into<Arc<Encoder>>) -> Result<Self> {
+        Self::read_all(&[path], encoder)
+    }
+
+    /// Reads and checks several files as one data set, in this order. Relative paths of pictures count from the folder of
+    /// the file that names them.
+    ///
+    /// # Errors
+    /// As [`Lines::read`]; the faults of all files are listed together.
+    pub fn read_all(paths: &[impl AsRef<Path>], encoder: impl Into<Arc<Encoder>>) -> Result<Self> {
+        let encoder = encoder.into();
+        let mut found = Found {
+            encoder: &encoder,
+            places: Places::default(),
+            tables: Vec::new(),
+            samples: Vec::new(),
+            faults: Vec::new(),
+            unread: BTreeMap::new(),
+            end: 0,
+        };
+        // Tables are opened first: one that cannot be read is told before the others are checked at length.
+        let open = |path: &Path| match parquet::is_parquet(path).map_err(io("read", path))? {
+            true => Table::open(path).map(Some),
+            false => Ok(None),
+        };
+        let tables: Vec<_> = paths.iter().map(|path| open(path.as_ref())).collect::<Result<_>>()?;
+        for (path, table) in paths.iter().zip(tables) {
+            found.file(path.as_ref(), table)?;
         }
-        let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
-        let folder = path.parent().map(Path::to_path_buf).unwrap_or_default();
-        let reader = Reader { encoder: &encoder, folder: &folder };
-        let (mut samples, mut faults) = (Vec::new(), Vec::new());
-        let mut unread = BTreeMap::new();
-        for (index, line) in bytes.split(|&byte| byte == b'\n').enumerate() {
-            let line = line.strip_suffix(b"\r").unwrap_or(line);
-            if line.iter().all(u8::is_ascii_whitespace) {
-                continue;
-            }
-            let number = index + 1;
-            match reader.read(line) {
-                Ok((encoded, names)) => {
-                    samples.push(Line { number, encoded });
-                    names.into_iter().for_each(|name| *unread.entry(name).or_default() += 1);
-                }
-                Err(reason) => faults.push(LineFault { line: number, reason }),
-            }
-        }
+        let Found { places, tables, samples, faults, unread, .. } = found;
+        let path = places.whole().to_path_buf();
         if !faults.is_empty() {
-            return Err(Error::Data { path: path.to_path_buf(), lines: samples.len() + faults.len(), faults });
+            let faults: Vec<_> = faults.into_iter().map(|(number, reason)| places.fault(number, reason)).collect();
+            return Err(Error::Data { path, unit: places.unit(), lines: samples.len() + faults.len(), faults });
         }
-        match samples.is_empty() {
-            true => Err(Error::EmptyData { path: path.to_path_buf() }),
-            false => Ok(Self {
-                encoder,
-                path: path.to_path_buf(),
-                samples,
-                unread,
-                fitted: Fitted::default(),
-                in_use: Mutex::default(),
-            }),
+        if samples.is_empty() {
+            return Err(Error::EmptyData { path });
         }
+        let places = Arc::new(places);
+        let fitted = Fitted { places: places.clone(), ..Fitted::default() };
+        Ok(Self { encoder, places, tables: Arc::new(tables), samples, unread, fitted, in_use: Mutex::default() })
     }
 
     /// Leaves samples of more than `seq_len` tokens out, or cuts them with `truncate`: after the last token that fits, or
@@ -96,12 +125,41 @@ impl Lines {
     pub fn fit(mut self, seq_len: usize, truncate: bool) -> Result<Self> {
         let (samples, longest) = (self.samples.len(), self.samples.iter().max_by_key(|line| line.encoded.tokens.len()));
         let (line, longest) = longest.map_or((0, 0), |line| (line.number, line.encoded.tokens.len()));
-        let mut fitted = Fitted { seq_len, samples, longest, ..Fitted::default() };
+        let mut fitted = Fitted { seq_len, samples, longest, places: self.places.clone(), ..Fitted::default() };
         self.samples.retain_mut(|line| fitted.keeps(line, truncate));
-        match self.samples.is_empty() {
-            true => Err(Error::NothingFits { path: self.path, samples, line, longest, seq_len, truncate }),
-            false => Ok(Self { fitted, in_use: Mutex::default(), ..self }),
+        if self.samples.is_empty() {
+            let (path, place) = (self.path().to_path_buf(), self.places.short(line));
+            return Err(Error::NothingFits { path, samples, place, longest, seq_len, truncate });
         }
+        Ok(Self { fitted, in_use: Mutex::default(), ..self })
+    }
+
+    /// Parts the samples into those to train on and those held out for validation, both in the order of their lines. The
+    /// same seed holds the same samples out. Nothing is read again; both parts share encoder and files.
+    ///
+    /// # Errors
+    /// One of the parts would be empty.
+    pub fn split(mut self, held_out: HeldOut, seed: u64) -> Result<(Self, Self)> {
+        let mut is_held_out = held_out.choose(self.samples.len(), seed)?.into_iter();
+        let mut samples = Vec::new();
+        let mut keeps = |line: &mut Line| {
+            let leaves = is_held_out.next() == Some(true);
+            if leaves {
+                samples.push(Line { number: line.number, encoded: std::mem::take(&mut line.encoded) });
+            }
+            !leaves
+        };
+        self.samples.retain_mut(&mut keeps);
+        let held_out = Self {
+            encoder: self.encoder.clone(),
+            places: self.places.clone(),
+            tables: self.tables.clone(),
+            fitted: Fitted { seq_len: self.fitted.seq_len, places: self.places.clone(), ..Fitted::default() },
+            unread: BTreeMap::new(),
+            samples,
+            in_use: Mutex::default(),
+        };
+        Ok((Self { in_use: Mutex::default(), ..self }, held_out))
     }
 
     /// What [`Lines::fit`] left out or cut.
@@ -116,14 +174,25 @@ impl Lines {
 
     /// The fields that are not read, if there are any.
     pub(crate) fn unread(&self) -> Option<String> {
-        let name = |(name, &lines): (&String, &usize)| format!("{name:?} ({})", counted(lines, "line"));
+        let unit = self.places.unit().to_string();
+        let name = |(name, &lines): (&String, &usize)| format!("{name:?} ({})", counted(lines, &unit));
         let names: Vec<String> = self.unread.iter().map(name).collect();
         (!names.is_empty()).then(|| format!("fields that are not read: {}", listed(&names)))
     }
 
-    /// The file.
+    /// The file, or the folder of several.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.places.whole()
+    }
+
+    /// All files.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        self.places.paths()
+    }
+
+    /// Where a sample stands: `line 7`, `row 7`, and with the file if there are several.
+    pub(crate) fn place(&self, line: &Line) -> String {
+        self.places.short(line.number)
     }
 
     /// The samples in the order of their lines.
@@ -168,29 +237,97 @@ impl Lines {
     /// Reads and cuts the pictures of a sample.
     fn cut(&self, number: usize, encoded: &Encoded) -> Result<Vec<Arc<ImagePatches>>> {
         let unusable = |reason| Error::Task { task: "pictures", reason };
-        let folder = self.path.parent().unwrap_or(Path::new(""));
-        let named = |cause| candle_vlm_processor::Error::Sample {
-            sample: format!("{} line {number}", self.path.display()),
-            cause: Box::new(cause),
-        };
-        let patches = self.encoder.processor().map_err(unusable)?.patches(&encoded.pictures, folder).map_err(named)?;
+        let (file, _) = self.places.find(number);
+        let folder = self.places.path(file).parent().unwrap_or(Path::new(""));
+        let named =
+            |cause| candle_vlm_processor::Error::Sample { sample: self.places.full(number), cause: Box::new(cause) };
+        let sources: Vec<PictureSource> =
+            encoded.pictures.iter().map(|picture| self.source(file, number, picture)).collect::<Result<_>>()?;
+        let patches = self.encoder.processor().map_err(unusable)?.patches(&sources, folder).map_err(named)?;
         for (at, (patches, &soft_tokens)) in patches.iter().zip(&encoded.soft_tokens).enumerate() {
             if patches.soft_tokens != soft_tokens {
-                let name = encoded.pictures[at].name();
-                return Err(Error::PictureChanged { path: self.path.clone(), line: number, name });
+                let (place, name) = (self.places.full(number), encoded.pictures[at].name());
+                return Err(Error::PictureChanged { place, name });
             }
         }
         Ok(patches.into_iter().map(Arc::new).collect())
     }
 
+    /// A picture as the processor takes it.
+    fn source(&self, file: usize, number: usize, picture: &Stored) -> Result<PictureSource> {
+        match (picture, &self.tables[file]) {
+            (Stored::Source(source), _) => Ok(source.clone()),
+            (Stored::Cell(cell), Some(table)) => {
+                let failed = |reason| Error::Parquet {
+                    path: self.places.path(file).to_path_buf(),
+                    reason: format!("{}, {}: {reason}", self.places.short(number), cell.name),
+                };
+                Ok(PictureSource::Bytes(cell.name.clone(), table.cell(cell).map_err(failed)?.into()))
+            }
+            (Stored::Cell(_), None) => unreachable!("only rows of tables have cells"),
+        }
+    }
+
     /// What reads the samples.
-    pub fn encoder(&self) -> &Encoder {
+    pub fn encoder(&self) -> &Arc<Encoder> {
         &self.encoder
     }
 
     /// Endless epochs, each in an order of its own.
     pub fn training(&self, seed: u64) -> Epochs<'_> {
         Epochs::new(self, seed)
+    }
+
+    /// Each sample once per pass, in the order of their lines.
+    pub fn in_order(&self) -> InOrder<'_> {
+        InOrder::new(self)
+    }
+}
+
+impl Found<'_> {
+    fn file(&mut self, path: &Path, table: Option<Table>) -> Result<()> {
+        let folder = path.parent().map(Path::to_path_buf).unwrap_or_default();
+        let reader = Reader { encoder: self.encoder, folder: &folder };
+        let unit = if table.is_some() { Unit::Row } else { Unit::Line };
+        self.places.push(path, unit, self.end);
+        match &table {
+            Some(table) => {
+                let start = self.end;
+                table.read(&mut |number, row| {
+                    self.end = start + number;
+                    self.add(row.and_then(|row| reader.row(row)));
+                })?;
+                self.end = start + table.rows();
+            }
+            None => self.lines(&std::fs::read(path).map_err(io("read", path))?, &reader),
+        }
+        self.tables.push(table);
+        Ok(())
+    }
+
+    fn lines(&mut self, bytes: &[u8], reader: &Reader) {
+        if let Some(reason) = other_format(bytes) {
+            self.end += 1;
+            return self.add(Err(reason));
+        }
+        for line in bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes).split(|&byte| byte == b'\n') {
+            self.end += 1;
+            let line = line.strip_suffix(b"\r").unwrap_or(line);
+            if !line.iter().all(u8::is_ascii_whitespace) {
+                self.add(reader.line(line));
+            }
+        }
+    }
+
+    /// What the line or row of the number `end` has become: a sample and the fields that are not read of it, or a fault.
+    fn add(&mut self, read: Fault<(Encoded, Vec<String>)>) {
+        match read {
+            Ok((encoded, names)) => {
+                self.samples.push(Line { number: self.end, encoded });
+                names.into_iter().for_each(|name| *self.unread.entry(name).or_default() += 1);
+            }
+            Err(reason) => self.faults.push((self.end, reason)),
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use candle_vlm_processor::ImagePatches;
 
 use crate::error::{Error, Result};
 use crate::images;
-use crate::sample::{Part, Sample, Source};
+use crate::sample::{Part, Position, Sample, Source};
 
 /// Id of padding in place of a document, a group or a part.
 const NONE: i64 = -1;
@@ -90,18 +90,44 @@ impl Batch {
 /// the next batch. A batch never reaches over the end of an epoch.
 pub struct Packer<'a> {
     source: Box<dyn Source + 'a>,
+    /// Where the first sample lies that is in no batch yet.
+    position: Position,
+    /// That sample, if it was drawn for the last batch and did not fit.
     waiting: Option<Sample>,
-    /// The last batch was cut short by the end of an epoch, which is still to be told.
-    ended: bool,
     config: &'a Config,
     rows: usize,
     seq_len: usize,
 }
 
 impl<'a> Packer<'a> {
-    /// Batches of `rows` x `seq_len` tokens.
+    /// Batches of `rows` x `seq_len` tokens, from the beginning of the first epoch.
     pub fn new(source: Box<dyn Source + 'a>, config: &'a Config, rows: usize, seq_len: usize) -> Self {
-        Self { source, waiting: None, ended: false, config, rows, seq_len }
+        Self { source, position: Position::default(), waiting: None, config, rows, seq_len }
+    }
+
+    /// Where the batches given out so far end. At the end of an epoch all its samples are taken; the next batch is of
+    /// the epoch after it.
+    pub fn position(&self) -> Position {
+        self.position
+    }
+
+    /// Goes to where another packer over the same data was: the batches that follow are the same bit for bit.
+    ///
+    /// # Errors
+    /// The epoch has fewer samples than are taken; then nothing was changed.
+    pub fn seek(&mut self, position: Position) -> Result<()> {
+        let samples = self.source.epoch_len(position.epoch);
+        if position.taken > samples {
+            return Err(Error::Position { epoch: position.epoch, taken: position.taken, samples });
+        }
+        self.position = position;
+        self.waiting = None;
+        Ok(())
+    }
+
+    /// Samples of the epoch of [`Packer::position`].
+    pub fn epoch_len(&mut self) -> usize {
+        self.source.epoch_len(self.position.epoch)
     }
 
     /// The next batch; `None` once at the end of each epoch.
@@ -109,36 +135,33 @@ impl<'a> Packer<'a> {
     /// # Errors
     /// The source failed, or a sample is longer than a row.
     pub fn next_batch(&mut self) -> Result<Option<Batch>> {
-        if std::mem::take(&mut self.ended) {
-            return Ok(None);
-        }
         let mut rows: Vec<Vec<Sample>> = vec![Vec::new(); self.rows];
         let mut used = vec![0; self.rows];
-        loop {
+        // An error leaves the position where it was.
+        let mut place = self.position;
+        let samples = self.epoch_len();
+        while place.taken < samples {
             let sample = match self.waiting.take() {
                 Some(sample) => sample,
-                None => match self.source.next_sample()? {
-                    Some(sample) => sample,
-                    None => break,
-                },
+                None => self.source.sample(place)?,
             };
             if sample.len() > self.seq_len {
                 return Err(Error::SampleTooLong { tokens: sample.len(), seq_len: self.seq_len });
             }
-            match used.iter().position(|&used| used + sample.len() <= self.seq_len) {
-                Some(row) => {
-                    used[row] += sample.len();
-                    rows[row].push(sample);
-                }
-                None => {
-                    self.waiting = Some(sample);
-                    break;
-                }
-            }
+            let Some(row) = used.iter().position(|&used| used + sample.len() <= self.seq_len) else {
+                self.waiting = Some(sample);
+                break;
+            };
+            used[row] += sample.len();
+            rows[row].push(sample);
+            place.taken += 1;
         }
-        let any = rows.iter().any(|row| !row.is_empty());
-        self.ended = any && self.waiting.is_none();
-        Ok(any.then(|| self.lay_out(rows)))
+        if place == self.position {
+            self.position = Position { epoch: place.epoch + 1, taken: 0 };
+            return Ok(None);
+        }
+        self.position = place;
+        Ok(Some(self.lay_out(rows)))
     }
 
     /// The next batch of an endless row of epochs.
@@ -199,25 +222,22 @@ mod tests {
     use crate::small_model;
 
     /// Gives samples of the listed lengths in every epoch; the ids of a sample are 20 + its index.
-    struct Lengths {
-        lengths: Vec<usize>,
-        next: usize,
-    }
+    struct Lengths(Vec<usize>);
 
     impl Source for Lengths {
-        fn next_sample(&mut self) -> Result<Option<Sample>> {
-            let index = self.next;
-            self.next = (self.next + 1) % (self.lengths.len() + 1);
-            Ok(self.lengths.get(index).map(|&len| {
-                let mut sample = Sample::default();
-                sample.push_learned(&vec![20 + index as u32; len], Part::Text);
-                sample
-            }))
+        fn epoch_len(&mut self, _: usize) -> usize {
+            self.0.len()
+        }
+
+        fn sample(&mut self, place: Position) -> Result<Sample> {
+            let mut sample = Sample::default();
+            sample.push_learned(&vec![20 + place.taken as u32; self.0[place.taken]], Part::Text);
+            Ok(sample)
         }
     }
 
     fn packer<'a>(config: &'a Config, lengths: &[usize], rows: usize, seq_len: usize) -> Packer<'a> {
-        Packer::new(Box::new(Lengths { lengths: lengths.to_vec(), next: 0 }), config, rows, seq_len)
+        Packer::new(Box::new(Lengths(lengths.to_vec())), config, rows, seq_len)
     }
 
     #[test]
@@ -254,10 +274,14 @@ mod tests {
             let picture = candle_vlm_processor::Picture::from_rgb(4, 4, vec![level; 48]).expect("48 samples");
             Arc::new(images::settings(&config).expect("a tower").patches_as_is(&picture).expect("it fits"))
         };
-        struct Two(Vec<Sample>);
-        impl Source for Two {
-            fn next_sample(&mut self) -> Result<Option<Sample>> {
-                Ok(self.0.pop())
+        struct Three(Vec<Sample>);
+        impl Source for Three {
+            fn epoch_len(&mut self, _: usize) -> usize {
+                self.0.len()
+            }
+
+            fn sample(&mut self, place: Position) -> Result<Sample> {
+                Ok(self.0[place.taken].clone())
             }
         }
         let sample = |level: u8, len: usize| {
@@ -267,8 +291,8 @@ mod tests {
             sample
         };
         // First-fit order: level 1 in row 0, level 2 in row 1, level 3 in row 0 again.
-        let samples = vec![sample(3, 3), sample(2, 5), sample(1, 4)];
-        let batch = Packer::new(Box::new(Two(samples)), &config, 2, 7).next_batch()?.expect("a batch");
+        let samples = vec![sample(1, 4), sample(2, 5), sample(3, 3)];
+        let batch = Packer::new(Box::new(Three(samples)), &config, 2, 7).next_batch()?.expect("a batch");
         assert_eq!(batch.groups, [[-1, 0, -1, -1, -1, 1, -1], [-1, 0, -1, -1, -1, -1, -1]]);
         let levels: Vec<f32> = batch.pictures.iter().map(|picture| (picture.pixels[0] * 255.0).round()).collect();
         assert_eq!(levels, [1.0, 3.0, 2.0]);
@@ -282,6 +306,41 @@ mod tests {
         assert!(error.contains("9 tokens") && error.contains("row of 8") && error.contains("--seq-len"), "{error}");
         let empty = packer(&config, &[], 2, 8).next_training_batch().unwrap_err().to_string();
         assert!(empty.contains("no sample"), "{empty}");
+        Ok(())
+    }
+
+    #[test]
+    fn batches_after_a_seek_are_those_of_an_unbroken_run() -> Result<()> {
+        let config = small_model::config()?;
+        let new = || packer(&config, &[5, 6, 3, 2, 4, 1, 7, 8, 1], 2, 8);
+        let mut unbroken = new();
+        let mut steps = Vec::new();
+        for _ in 0..12 {
+            steps.push((unbroken.position(), unbroken.next_batch()?));
+        }
+        assert_eq!(steps.iter().filter(|(_, batch)| batch.is_none()).count(), 3);
+        for from in 0..steps.len() {
+            let mut resumed = new();
+            // A sample that waits belongs to the place that was left.
+            resumed.next_batch()?;
+            resumed.seek(steps[from].0)?;
+            for (position, batch) in &steps[from..] {
+                assert_eq!((&resumed.position(), &resumed.next_batch()?), (position, batch), "from {from}");
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_place_that_the_data_does_not_have_is_an_error() -> Result<()> {
+        let config = small_model::config()?;
+        let mut packer = packer(&config, &[2, 3], 1, 8);
+        packer.seek(Position { epoch: 4, taken: 2 })?;
+        assert!(packer.next_batch()?.is_none());
+        let error = packer.seek(Position { epoch: 1, taken: 3 }).unwrap_err();
+        let text = error.to_string();
+        assert!(error.is_usage() && text.contains("3 samples of epoch 2") && text.contains("has 2"), "{text}");
+        assert_eq!((packer.position(), packer.epoch_len()), (Position { epoch: 5, taken: 0 }, 2));
         Ok(())
     }
 }

@@ -3,6 +3,9 @@
 use std::sync::Arc;
 
 use candle_vlm_processor::ImagePatches;
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use serde::{Deserialize, Serialize};
 
 /// Which part of an answer a learned token is; accuracies are counted by part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -67,11 +70,34 @@ impl Sample {
     }
 }
 
-/// A stream of samples in epochs. Every rank makes its own with the same seed and gets the same samples.
+/// A place in endless epochs of samples.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Position {
+    /// The epoch, from 0.
+    pub epoch: usize,
+    /// How many samples of that epoch come before.
+    pub taken: usize,
+}
+
+/// Samples in epochs. What lies at a place depends on the place and the source's seed only, so that any place can be
+/// gone to; every rank makes its own source with the same seed and gets the same samples.
 pub trait Source {
-    /// The next sample; `None` once at the end of each epoch.
+    /// How many samples an epoch has.
+    fn epoch_len(&mut self, epoch: usize) -> usize;
+
+    /// The sample at a place; `place.taken` is less than [`Source::epoch_len`].
     ///
     /// # Errors
-    /// A sample could not be made.
-    fn next_sample(&mut self) -> crate::Result<Option<Sample>>;
+    /// The sample could not be made.
+    fn sample(&mut self, place: Position) -> crate::Result<Sample>;
+}
+
+/// The random numbers of one epoch, or of one thing in it; different keys give independent numbers.
+pub(crate) fn epoch_rng(seed: u64, epoch: usize, item: Option<usize>) -> StdRng {
+    let mut key = [0; 32];
+    let words = [seed, epoch as u64, item.map_or(0, |item| item as u64 + 1)];
+    for (bytes, word) in key.chunks_exact_mut(8).zip(words) {
+        bytes.copy_from_slice(&word.to_le_bytes());
+    }
+    StdRng::from_seed(key)
 }

@@ -5,28 +5,28 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
 use candle_cp::{Communicator, CpContext, ShardedLabels};
-use candle_gemma4::{Model, Recompute, Weights};
+use candle_gemma4::{LoraReport, Model, Recompute, Weights};
 
+use crate::comm_use::CommMeter;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::gradients::Gradients;
 use crate::job::Job;
+use crate::memory::Memory;
 use crate::optimizer::AdamW;
 use crate::packing::Batch;
 use crate::report::StepReport;
+use crate::saves::Save;
 use crate::schedule::Schedule;
 
-/// Steps of the warm-up, unless a run is so short that a tenth of it is less.
-const WARMUP: usize = 30;
-
-/// Loss and gradients of one batch, summed over ranks.
+/// Loss and gradients of the batches of one step, summed over ranks.
 #[derive(Debug, Clone)]
 pub struct BatchGradients {
-    /// Mean cross entropy over the learned tokens of the whole batch.
+    /// Mean cross entropy over the learned tokens of all batches.
     pub loss: f64,
     /// One gradient per parameter, the same on every rank.
     pub gradients: Gradients,
-    /// Learned tokens of the whole batch.
+    /// Learned tokens of all batches.
     pub label_tokens: usize,
 }
 
@@ -37,6 +37,7 @@ pub struct Trainer<'a> {
     config: &'a Config,
     comm: Arc<dyn Communicator>,
     weights: Weights,
+    adapters: Option<LoraReport>,
     model: Model,
     optimizer: AdamW,
     schedule: Schedule,
@@ -49,16 +50,31 @@ impl<'a> Trainer<'a> {
     /// # Errors
     /// The weights cannot be loaded or do not fit.
     pub fn new(job: &'a Job, config: &'a Config, comm: Arc<dyn Communicator>) -> Result<Self> {
-        let weights = job.weights(config)?;
-        let model = Model::new(&job.model, &weights)?;
+        let (weights, adapters) = job.start(config)?;
         let optimizer = AdamW::new(weights.variables(), config.optimizer)?;
-        let schedule = Schedule {
-            peak: config.rate(),
-            warmup: WARMUP.min(config.steps.div_ceil(10)),
-            steps: config.steps,
-            floor: config.rate_floor,
-        };
-        Ok(Self { job, config, comm, weights, model, optimizer, schedule, started: Instant::now() })
+        Self::with(job, config, comm, (weights, adapters), optimizer)
+    }
+
+    /// Goes on where a checkpoint was written.
+    ///
+    /// # Errors
+    /// As [`Trainer::new`], or weights and optimizer state do not belong together.
+    pub fn resume(job: &'a Job, config: &'a Config, comm: Arc<dyn Communicator>, save: &Save) -> Result<Self> {
+        let (weights, adapters) = job.goes_on(config, &save.folder)?;
+        let optimizer = AdamW::load(weights.variables(), config.optimizer, &save.optimizer())?;
+        Self::with(job, config, comm, (weights, adapters), optimizer)
+    }
+
+    fn with(
+        job: &'a Job,
+        config: &'a Config,
+        comm: Arc<dyn Communicator>,
+        (weights, adapters): (Weights, Option<LoraReport>),
+        optimizer: AdamW,
+    ) -> Result<Self> {
+        let model = Model::new(&job.model, &weights)?;
+        let schedule = job.schedule(config);
+        Ok(Self { job, config, comm, weights, adapters, model, optimizer, schedule, started: Instant::now() })
     }
 
     /// The context of a batch: who owns which tokens, and what may see what.
@@ -71,45 +87,69 @@ impl<'a> Trainer<'a> {
         Ok(CpContext::new(self.comm.clone(), layout, tokens)?)
     }
 
-    /// Loss and gradients of a batch; nothing changes.
+    /// Loss and gradients of one step's batches; nothing changes. Every learned token of all batches counts the same,
+    /// however they are spread over batches, rows and ranks.
     ///
     /// # Errors
     /// A tensor operation or an exchange with another rank failed.
-    pub fn gradients(&self, batch: &Batch) -> Result<BatchGradients> {
-        let context = self.context(batch)?;
-        let labels = context.shard_labels(&batch.labels_bs(&Device::Cpu)?)?;
-        let (loss, local) = self.local_gradients(batch, &context, &labels)?;
-        let gradients = local.sum_over_ranks(self.comm.as_ref())?;
+    pub fn gradients(&self, batches: &[Batch]) -> Result<BatchGradients> {
+        let shares = batches.iter().map(|batch| {
+            let context = self.context(batch)?;
+            let labels = context.shard_labels(&batch.labels_bs(&Device::Cpu)?)?;
+            Ok((batch, context, labels))
+        });
+        let shares: Vec<_> = shares.collect::<Result<_>>()?;
+        let label_tokens = shares.iter().map(|(_, _, labels)| labels.count).sum();
+        let mut loss = Tensor::zeros((), DType::F64, &Device::Cpu)?;
+        let mut gradients: Option<Gradients> = None;
+        let first = self.optimizer.steps() * self.config.accumulate;
+        for (place, (batch, context, labels)) in shares.into_iter().enumerate() {
+            // Every batch drops something else.
+            let dropping = self.weights.with_dropout(self.config.seed, (first + place) as u64, &context);
+            let dropping = dropping.map(|weights| Model::new(&self.job.model, &weights)).transpose()?;
+            let model = dropping.as_ref().unwrap_or(&self.model);
+            let labels = ShardedLabels { count: label_tokens, ..labels };
+            let (part, local) = self.local_gradients(model, batch, &context, &labels)?;
+            loss = (loss + part)?;
+            gradients = Some(match gradients {
+                Some(sum) => sum.plus(&local)?,
+                None => local,
+            });
+        }
+        let no_batch = || Error::Task { task: "this data", reason: "a step has no batch".to_string() };
+        let gradients = gradients.ok_or_else(no_batch)?.sum_over_ranks(self.comm.as_ref())?;
         let loss = self.comm.all_reduce_sum(&loss)?.to_scalar::<f64>()?;
-        Ok(BatchGradients { loss, gradients, label_tokens: labels.count })
+        Ok(BatchGradients { loss, gradients, label_tokens })
     }
 
     /// This rank's share of the loss, in f64, and of the gradients. The graph ends here, before the sums over ranks
     /// need room.
     fn local_gradients(
         &self,
+        model: &Model,
         batch: &Batch,
         context: &CpContext,
         labels: &ShardedLabels,
     ) -> Result<(Tensor, Gradients)> {
         let recompute = if self.config.recompute { Recompute::on() } else { Recompute::off() };
-        let inputs = batch.inputs(&self.job.model, DType::F32, &Device::Cpu)?;
-        let local = self.model.shard(&self.model.embed(&inputs, &mut ())?, &inputs.input_ids_bs, context)?;
-        let hidden_bsh = self.model.decode_with(&local, context, &recompute, &mut ())?;
-        let loss = self.model.loss(&hidden_bsh, labels)?;
+        let inputs = batch.inputs(&self.job.model, self.config.dtype, &Device::Cpu)?;
+        let local = model.shard(&model.embed(&inputs, &mut ())?, &inputs.input_ids_bs, context)?;
+        let hidden_bsh = model.decode_with(&local, context, &recompute, &mut ())?;
+        let loss = model.loss(&hidden_bsh, labels)?;
         let gradients = Gradients::collect(&recompute.backward(&loss)?, self.weights.variables())?;
         Ok((loss.detach().to_dtype(DType::F64)?, gradients))
     }
 
-    /// One optimizer step on a batch.
+    /// One optimizer step on one or more batches.
     ///
     /// # Errors
     /// As [`Trainer::gradients`], or a loss or gradient that is not finite: then nothing was changed.
-    pub fn step(&mut self, batch: &Batch) -> Result<StepReport> {
+    pub fn step(&mut self, batches: &[Batch]) -> Result<StepReport> {
         let began = Instant::now();
+        let meter = CommMeter::start(self.comm.as_ref());
         let step = self.optimizer.steps() + 1;
         let lr = self.schedule.rate(step);
-        let BatchGradients { loss, gradients, label_tokens } = self.gradients(batch)?;
+        let BatchGradients { loss, gradients, label_tokens } = self.gradients(batches)?;
         if !loss.is_finite() {
             return Err(Error::NotFinite { step, what: "the loss".to_string(), value: loss });
         }
@@ -122,10 +162,11 @@ impl<'a> Trainer<'a> {
             return Err(Error::NotFinite { step, what, value });
         }
         self.optimizer.step(&gradients.clip(grad_norm, self.config.max_grad_norm)?, lr)?;
-        let tokens = batch.token_count();
+        let tokens: usize = batches.iter().map(Batch::token_count).sum();
         let tokens_per_s = tokens as f64 / began.elapsed().as_secs_f64();
         let seconds = self.started.elapsed().as_secs_f64();
-        Ok(StepReport { step, loss, grad_norm, lr, tokens, label_tokens, tokens_per_s, seconds })
+        let (comm, memory, epoch) = (meter.read(self.comm.as_ref())?, Memory::now(), None);
+        Ok(StepReport { step, epoch, loss, grad_norm, lr, tokens, label_tokens, tokens_per_s, comm, memory, seconds })
     }
 
     /// This rank's communicator.
@@ -139,8 +180,13 @@ impl<'a> Trainer<'a> {
     }
 
     /// What is trained on.
-    pub fn job(&self) -> &Job {
+    pub fn job(&self) -> &'a Job {
         self.job
+    }
+
+    /// The settings.
+    pub fn config(&self) -> &'a Config {
+        self.config
     }
 
     /// The weights of the moment.
@@ -151,6 +197,19 @@ impl<'a> Trainer<'a> {
     /// The optimizer and its state.
     pub fn optimizer(&self) -> &AdamW {
         &self.optimizer
+    }
+
+    /// What a user should know about the weights.
+    pub fn notices(&self) -> Vec<String> {
+        let notices = self.weights.notices().iter().map(ToString::to_string);
+        let adapters =
+            self.adapters.iter().flat_map(|report| report.to_string().lines().map(str::to_string).collect::<Vec<_>>());
+        notices.chain(adapters).collect()
+    }
+
+    /// Seconds since this trainer was made.
+    pub fn seconds(&self) -> f64 {
+        self.started.elapsed().as_secs_f64()
     }
 
     /// Gives the weights away.

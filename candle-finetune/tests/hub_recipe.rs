@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Tensor;
 use candle_finetune::hub::HubOptions;
-use candle_finetune::{CHECKPOINT_FOLDER, Config, Job, run, train};
+use candle_finetune::{CHECKPOINT_FOLDER, Config, Job, Sources, run, train};
 
 // One Hub for several tests; this one does not use every behaviour of it.
 #[allow(dead_code)]
@@ -33,7 +33,7 @@ fn a_name_becomes_a_fine_tuned_folder() {
     std::fs::write(dir.path().join("chats.jsonl"), chats).unwrap();
     let named = Config {
         cp: 2,
-        steps: 2,
+        steps: Some(2),
         model: Some(PathBuf::from("org/tiny@v1.0")),
         data: Some(dir.path().join("chats.jsonl")),
         out: dir.path().join("out"),
@@ -46,21 +46,21 @@ fn a_name_becomes_a_fine_tuned_folder() {
         HubOptions { endpoint: hub.endpoint(), retry_pause: pause, ..HubOptions::new(dir.path().join("cache")) };
 
     // A wrong setting is told before anything is asked of the Hub.
-    let error = Config { steps: 0, ..named.clone() }.resolve_model(&options, &mut |_| ()).unwrap_err();
+    let error = Config { steps: Some(0), ..named.clone() }.resolve(&options, &mut |_| ()).unwrap_err();
     assert!(error.to_string().starts_with("--steps \"0\"") && hub.take_log().is_empty(), "{error}");
     let mut missing = Config { model: Some(PathBuf::from("org/missing")), ..named.clone() };
-    let error = missing.resolve_model(&options, &mut |_| ()).unwrap_err();
+    let error = missing.resolve(&options, &mut |_| ()).unwrap_err();
     assert!(error.is_usage() && error.to_string().starts_with("--model: there is no folder org/missing"), "{error}");
 
     let mut config = named.clone();
-    config.resolve_model(&options, &mut |_| ()).unwrap();
-    assert!(config.model.as_ref().unwrap().starts_with(dir.path().join("cache/models--org--tiny/snapshots")));
+    config.resolve(&options, &mut |_| ()).unwrap();
+    assert!(config.model_folder().unwrap().starts_with(dir.path().join("cache/models--org--tiny/snapshots")));
     let summary = run(&config, &|_, _| Ok(())).unwrap();
 
     let local = Config { model: Some(checkpoint), ..named };
     let expected = train(&Job::prepare(&local).unwrap(), &local, &|_, _| Ok(())).unwrap();
     assert_eq!(summary.loss, expected.reports[1].loss);
-    let saved = Config { model: Some(config.out.join(CHECKPOINT_FOLDER)), ..config };
+    let saved = Config { model: Some(config.out.join(CHECKPOINT_FOLDER)), sources: Sources::default(), ..config };
     let weights = Job::prepare(&saved).unwrap().weights(&saved).unwrap();
     assert_eq!(weights.variables().len(), expected.weights.variables().len());
     for ((name, found), expected) in weights.variables().iter().zip(expected.weights.variables().values()) {

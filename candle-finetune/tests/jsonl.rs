@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use candle_finetune::jsonl::Lines;
-use candle_finetune::{Encoder, Error, Packer, Part, Result, Sample, Source};
+use candle_finetune::jsonl::{HeldOut, Lines};
+use candle_finetune::{Encoder, Error, Packer, Part, Position, Result, Sample, Source};
 use candle_gemma4::Config;
 use tempfile::TempDir;
 
@@ -60,7 +60,7 @@ fn first(text: &str) -> Sample {
 /// The one fault of a file whose second line is `line`.
 fn fault(line: &str) -> String {
     match load(&format!("{{\"text\":\"read\"}}\n{line}\n")).1.unwrap_err() {
-        Error::Data { faults, lines: 2, path } => {
+        Error::Data { faults, lines: 2, path, .. } => {
             assert_eq!(path.file_name(), Some("data.jsonl".as_ref()));
             let [fault] = faults.as_slice() else { panic!("{faults:?}") };
             assert_eq!(fault.line, 2);
@@ -161,15 +161,17 @@ fn no_document_learns_the_first_token_of_the_next() {
     let facts: serde_json::Value =
         serde_json::from_slice(&fs::read(data("boundary-label/facts.json")).unwrap()).unwrap();
     let facts = &facts["gemma4-dense"];
-    struct InOrder<'a>(&'a Lines, usize);
+    struct InOrder<'a>(&'a Lines);
     impl Source for InOrder<'_> {
-        fn next_sample(&mut self) -> Result<Option<Sample>> {
-            self.1 += 1;
-            (self.1 <= self.0.len()).then(|| self.0.sample(self.1 - 1)).transpose()
+        fn epoch_len(&mut self, _: usize) -> usize {
+            self.0.len()
+        }
+        fn sample(&mut self, place: Position) -> Result<Sample> {
+            self.0.sample(place.taken)
         }
     }
     let config = config();
-    let batch = Packer::new(Box::new(InOrder(&lines, 0)), &config, 1, 19).next_batch().unwrap().unwrap();
+    let batch = Packer::new(Box::new(InOrder(&lines)), &config, 1, 19).next_batch().unwrap().unwrap();
     assert_eq!(serde_json::json!(batch.ids[0]), facts["input_ids"]);
     let documents: Vec<i64> = batch.documents[0].iter().map(|document| document + 1).collect();
     assert_eq!(serde_json::json!(documents), facts["document_ids"]);
@@ -383,16 +385,14 @@ fn each_sample_comes_once_per_epoch_in_an_order_of_its_own() {
     let text: String = (0..8).map(|digit| format!("{{\"text\":\"{digit}\"}}\n")).collect();
     let (_dir, lines) = load(&text);
     let lines = lines.unwrap();
-    let mut stream = lines.training(3);
-    let mut epoch = || {
-        let mut texts = Vec::new();
-        while let Some(sample) = stream.next_sample().unwrap() {
-            texts.push(text_of(&sample));
-        }
-        texts
+    let mut source = lines.training(3);
+    let mut epoch = |epoch| -> Vec<String> {
+        let places = (0..source.epoch_len(epoch)).map(|taken| Position { epoch, taken });
+        places.map(|place| text_of(&source.sample(place).unwrap())).collect()
     };
-    let (first, second) = (epoch(), epoch());
+    let (first, second) = (epoch(0), epoch(1));
     assert_ne!(first, second);
+    assert_eq!(epoch(0), first);
     let sorted = |mut texts: Vec<String>| {
         texts.sort();
         texts
@@ -400,4 +400,145 @@ fn each_sample_comes_once_per_epoch_in_an_order_of_its_own() {
     let all: Vec<String> = (0..lines.len()).map(|index| text_of(&lines.sample(index).unwrap())).collect();
     assert_eq!(sorted(first), all);
     assert_eq!(sorted(second), all);
+}
+
+#[test]
+fn texts_are_turns_and_all_pictures_come_before_the_first() {
+    let texts = first(
+        r#"{"texts":[{"user":"One?","assistant":"1","source":"x"},{"user":"Two?","assistant":"2"}],"images":["ok.png","ok.png"]}"#,
+    );
+    let chat = first(
+        r#"{"messages":[{"role":"user","content":[{"type":"image"},{"type":"image"},{"type":"text","text":"One?"}]},{"role":"assistant","content":"1"},{"role":"user","content":"Two?"},{"role":"assistant","content":"2"}],"images":["ok.png","ok.png"]}"#,
+    );
+    assert_eq!(texts, chat);
+    for (line, part) in [
+        (r#"{"texts":[]}"#, "\"texts\" has no pair of user and assistant"),
+        (r#"{"texts":"x"}"#, "\"texts\" is a string; a list is needed"),
+        (r#"{"texts":["x"]}"#, "texts[0] has no \"user\"; allowed are"),
+        (r#"{"texts":[{"user":"1","assistant":"2"},{"user":"1","assistant":null}]}"#, "texts[1] has no \"assistant\""),
+        (r#"{"texts":[{"user":"1","assistant":2}]}"#, "\"assistant\" of texts[0] is a number; a string is needed"),
+        (r#"{"texts":[{"user":"1","assistant":" "}]}"#, "\"assistant\" of texts[0] is empty"),
+        (r#"{"texts":[{"user":"1","assistant":"2"}],"messages":[]}"#, "\"messages\" beside \"texts\""),
+    ] {
+        let reason = fault(line);
+        assert!(reason.contains(part), "{reason}");
+    }
+}
+
+#[test]
+fn a_key_that_stands_twice_is_named_at_any_depth() {
+    for line in [
+        r#"{"text":"1","text":"1"}"#,
+        r#"{"text":null,"text":"1"}"#,
+        r#"{"messages":[{"role":"user","content":"1","text":1,"text":2},{"role":"assistant","content":"2"}]}"#,
+        r#"{"prompt":"1","completion":"2","meta":{"a":[{"text":1,"te\u0078t":2}]}}"#,
+        r#"{"messages":[],"tools":[{"function":{"parameters":{"text":{},"text":{}}}}]}"#,
+    ] {
+        assert!(fault(line).contains("the key \"text\" stands twice in one object"), "{}", fault(line));
+    }
+    // The same key in different objects is fine.
+    first(r#"{"messages":[{"role":"user","content":"1"},{"role":"assistant","content":"2"}],"meta":{"role":1}}"#);
+}
+
+#[test]
+fn a_very_long_line_is_a_line_like_others() {
+    let text = format!("{{\"text\":\"{}\"}}\nno\n{{\"text\":\"1\"}}\n", "long ".repeat(400_000));
+    let error = load_with(text.as_bytes(), 64).1.unwrap_err().to_string();
+    assert!(error.contains("1 of 3 lines") && error.contains("line 2: not valid JSON"), "{error}");
+    let (_dir, lines) = load_with(text.replace("\nno\n", "\n\n").as_bytes(), 64);
+    let lines = lines.unwrap();
+    assert_eq!((lines.len(), &lines.fitted().too_long[..]), (1, &[1][..]));
+    let deep = format!("{{\"text\":\"1\",\"a\":{}{}}}", "[".repeat(100_000), "]".repeat(100_000));
+    assert!(fault(&deep).contains("not valid JSON: recursion limit exceeded"));
+}
+
+#[test]
+fn separators_inside_of_a_text_end_no_line() {
+    // As they are, not escaped: only a line feed ends a line.
+    let text = "{\"text\":\"a\u{2028}b\u{2029}c\u{85}d\u{0b}e\"}\nno\n";
+    let error = load(text).1.unwrap_err().to_string();
+    assert!(error.contains("2 of 2 lines") && error.contains("line 1: not valid JSON: control character"), "{error}");
+    let (_dir, lines) = load(&text.replace('\u{0b}', "").replace("\nno", ""));
+    assert_eq!(text_of(&lines.unwrap().sample(0).unwrap()), "<bos>a\u{2028}b\u{2029}c\u{85}de<eos>");
+    // A lone carriage return ends none either: two objects on one line.
+    let error = load("{\"text\":\"1\"}\r{\"text\":\"2\"}\n").1.unwrap_err().to_string();
+    assert!(error.contains("1 of 1 lines") && error.contains("line 1: not valid JSON: trailing characters"), "{error}");
+}
+
+#[test]
+fn null_counts_as_absent_everywhere() {
+    let plain = first(
+        r#"{"messages":[{"role":"user","content":[{"type":"text","text":"1"},{"type":"image","image":"ok.png"}]},{"role":"assistant","content":"2"}]}"#,
+    );
+    let nulls = first(
+        r#"{"text":null,"prompt":null,"images":null,"tools":null,"messages":[{"role":"user","name":null,"content":[{"type":"text","text":"1","image":null},{"type":"image","image":"ok.png","text":null,"url":null}]},{"role":"assistant","content":"2","tool_calls":null}]}"#,
+    );
+    assert_eq!(plain, nulls);
+}
+
+#[test]
+fn held_out_samples_are_chosen_by_a_seed_and_nothing_is_lost() {
+    let text: String = (0..10).map(|digit| format!("\n{{\"text\":\"{digit}\"}}\n")).collect();
+    let texts = |lines: &Lines| -> Vec<String> {
+        (0..lines.len()).map(|index| text_of(&lines.sample(index).unwrap())).collect()
+    };
+    let split = |held_out, seed| load(&text).1.unwrap().split(held_out, seed);
+    let (train, held_out) = split(HeldOut::Count(3), 1).unwrap();
+    let (train, held_out) = (texts(&train), texts(&held_out));
+    assert_eq!((train.len(), held_out.len()), (7, 3));
+    assert!(train.is_sorted() && held_out.is_sorted());
+    let mut all = [train, held_out.clone()].concat();
+    all.sort();
+    assert_eq!(all, texts(&load(&text).1.unwrap()));
+    assert_eq!(texts(&split(HeldOut::Share(0.3), 1).unwrap().1), held_out);
+    let others: Vec<_> = (2..8).map(|seed| texts(&split(HeldOut::Count(3), seed).unwrap().1)).collect();
+    assert!(others.iter().any(|other| *other != held_out));
+    for (asked, parts) in [
+        (HeldOut::Count(0), "holding 0 of 10 samples out leaves 10 to train on and 0 to validate with"),
+        (HeldOut::Count(10), "holding 10 of 10 samples out leaves 0 to train on and 10 to validate with"),
+        (HeldOut::Count(99), "holding 99 of 10 samples out leaves 0 to train on and 99 to validate with"),
+        (HeldOut::Share(0.01), "holding a share of 0.01 of 10 samples out leaves 10 to train on and 0 to"),
+        (
+            HeldOut::Share(1.0),
+            "leaves 0 to train on and 10 to validate with; both need at least 1: hold out a count from 1 to 9",
+        ),
+        (HeldOut::Share(-1.0), "leaves 10 to train on and 0 to"),
+        (HeldOut::Share(f64::NAN), "a share of NaN"),
+    ] {
+        let error = split(asked, 1).unwrap_err();
+        assert!(error.is_usage() && error.to_string().contains(parts), "{error}");
+    }
+}
+
+#[test]
+fn both_parts_share_files_and_keep_their_line_numbers() {
+    let line = r#"{"prompt":"<|image|>","completion":"1","images":["ok.png"]}"#;
+    let (dir, lines) = load(&format!("\n{line}\n\n{line}\n{line}\n"));
+    let lines = lines.unwrap();
+    let encoder = lines.encoder().clone();
+    let (train, held_out) = lines.split(HeldOut::Count(1), 0).unwrap();
+    assert!(std::sync::Arc::ptr_eq(&encoder, train.encoder()) && std::sync::Arc::ptr_eq(&encoder, held_out.encoder()));
+    assert_eq!(train.sample(0).unwrap(), held_out.sample(0).unwrap());
+    fs::remove_file(dir.path().join("ok.png")).unwrap();
+    let number = |lines: &Lines, index: usize| {
+        let text = lines.sample(index).unwrap_err().to_string();
+        [2, 4, 5].into_iter().find(|number| text.contains(&format!("data.jsonl line {number}: picture 1"))).unwrap()
+    };
+    let mut numbers = vec![number(&train, 0), number(&train, 1), number(&held_out, 0)];
+    assert!(numbers[0] < numbers[1]);
+    numbers.sort_unstable();
+    assert_eq!(numbers, [2, 4, 5]);
+}
+
+#[test]
+fn samples_come_in_the_order_of_the_file() {
+    let (_dir, lines) = load("{\"text\":\"2\"}\n{\"text\":\"1\"}\n");
+    let lines = lines.unwrap();
+    let mut source = lines.in_order();
+    for epoch in 0..2 {
+        assert_eq!(source.epoch_len(epoch), 2);
+        for (taken, text) in ["<bos>2<eos>", "<bos>1<eos>"].into_iter().enumerate() {
+            assert_eq!(text_of(&source.sample(Position { epoch, taken }).unwrap()), text);
+        }
+    }
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use candle_finetune::jsonl::Lines;
-use candle_finetune::{Config, Encoder, Error, Job, Part, Result, Sample, run, train_with};
+use candle_finetune::{Config, Encoder, Error, Job, Part, Result, Sample, Watcher, run, train_watched};
 use tempfile::TempDir;
 
 fn checkpoint() -> PathBuf {
@@ -201,6 +201,15 @@ fn other_fields_are_named_once_and_not_read() {
     assert!(notice.ends_with("\"c17\" (1 line) and 4 more"), "{notice}");
 }
 
+#[derive(Default)]
+struct Notices(Mutex<Vec<String>>);
+
+impl Watcher for Notices {
+    fn notice(&self, text: &str) {
+        self.0.lock().unwrap().push(text.to_string());
+    }
+}
+
 #[test]
 fn a_run_says_what_it_left_out_and_counts_it_in_its_summary() {
     let text = format!("{TEXTS}{{\"id\":1,\"text\":\"6\"}}\n");
@@ -208,7 +217,7 @@ fn a_run_says_what_it_left_out_and_counts_it_in_its_summary() {
     let row = lengths(&Lines::read(&path, encoder()).unwrap())[1] - 1;
     let config = Config {
         cp: 1,
-        steps: 1,
+        steps: Some(1),
         model: Some(checkpoint()),
         data: Some(path),
         out: dir.path().join("out"),
@@ -217,9 +226,9 @@ fn a_run_says_what_it_left_out_and_counts_it_in_its_summary() {
         ..Config::default()
     };
     let job = Job::prepare(&config).unwrap();
-    let notices = Mutex::new(Vec::new());
-    train_with(&job, &config, &|text| notices.lock().unwrap().push(text.to_string()), &|_, _| Ok(())).unwrap();
-    let notices = notices.into_inner().unwrap();
+    let notices = Notices::default();
+    train_watched(&job, &config, None, &notices).unwrap();
+    let notices = notices.0.into_inner().unwrap();
     assert_eq!(notices, job.notices());
     assert_eq!(notices[0], "fields that are not read: \"id\" (1 line)");
     assert!(notices[1].starts_with("left out 2 of 5 samples (lines 3, 6)"), "{notices:?}");

@@ -16,7 +16,7 @@ use crate::weights::Weights;
 #[derive(Debug, Clone)]
 enum Vision {
     Tower(Box<VisionTower>),
-    Patches(PatchEmbedder),
+    Patches(Box<PatchEmbedder>),
 }
 
 #[derive(Debug, Clone)]
@@ -36,7 +36,7 @@ impl Encoders {
     pub(crate) fn new(config: &Config, weights: &Weights) -> Result<Self> {
         let vision = match (&config.vision, &config.patch_embedder) {
             (Some(vision), _) => Some(Vision::Tower(Box::new(VisionTower::new(config, vision, weights)?))),
-            (_, Some(embedder)) => Some(Vision::Patches(PatchEmbedder::new(config, embedder, weights)?)),
+            (_, Some(embedder)) => Some(Vision::Patches(Box::new(PatchEmbedder::new(config, embedder, weights)?))),
             (None, None) => None,
         };
         let audio = match (&config.audio, &config.frame_embedder) {

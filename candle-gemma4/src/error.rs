@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use crate::lora::LoraError;
 use crate::weights::{FileFault, Mismatch};
 
 /// What every fallible function of this crate returns.
@@ -17,6 +18,10 @@ pub enum Error {
     /// Sharding, attention or the loss failed.
     #[error(transparent)]
     Cp(#[from] candle_cp::Error),
+
+    /// Adapters were asked for, or read, that cannot be had.
+    #[error(transparent)]
+    Lora(#[from] Box<LoraError>),
 
     /// A file could not be read or written.
     #[error("cannot {action} {}: {cause}", path.display())]
@@ -119,6 +124,15 @@ pub enum Error {
         dtype: candle_core::DType,
     },
 
+    /// A pattern of tensors that are to be frozen.
+    #[error("freeze {pattern:?}: {reason}")]
+    FreezePattern {
+        /// The pattern.
+        pattern: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+
     /// The weights handed to the model lack a tensor, or were made for another configuration.
     #[error("weights do not fit the configuration: {name}: {reason}")]
     Weight {
@@ -218,4 +232,10 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+}
+
+impl From<LoraError> for Error {
+    fn from(error: LoraError) -> Self {
+        Self::Lora(Box::new(error))
+    }
 }

@@ -21,9 +21,9 @@ pub(crate) struct FrameEmbedder {
 
 impl FrameEmbedder {
     pub(crate) fn new(config: &Config, shape: &FrameEmbedderConfig, weights: &Weights) -> Result<Self> {
-        let projection = weights.get(names::AUDIO_PROJECTION, &[config.text.hidden_size, shape.width])?;
+        let projection = Linear::load(weights, names::AUDIO_PROJECTION, [config.text.hidden_size, shape.width])?;
         let norm = RmsNorm { weight: None, eps: shape.rms_norm_eps };
-        Ok(Self { norm, projection: Linear::plain(projection), width: shape.width })
+        Ok(Self { norm, projection, width: shape.width })
     }
 
     /// `input_features [clips, frames, samples]`, `input_features_mask [clips, frames]` with 1 for real frames and 0 for

@@ -87,9 +87,9 @@ impl LayerShape {
         let bias = format!("{prefix}.{name}.bias");
         let has_bias = self.bias && name.starts_with("self_attn");
         Ok(Linear {
-            weight_oi: weights.get(&format!("{prefix}.{name}.{suffix}"), &[outputs, inputs])?,
             bias_o: has_bias.then(|| weights.get(&bias, &[outputs])).transpose()?,
             clip: self.clipped.then(|| Clip::new(weights, &format!("{prefix}.{name}"))).transpose()?,
+            ..Linear::load(weights, &format!("{prefix}.{name}.{suffix}"), [outputs, inputs])?
         })
     }
 

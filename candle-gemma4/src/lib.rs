@@ -41,6 +41,7 @@ mod frame_embedder;
 mod fused;
 mod layer;
 mod linear;
+mod lora;
 mod mlp;
 mod model;
 mod moe;
@@ -61,6 +62,7 @@ pub use config::{
     PatchEmbedderConfig, PerLayerConfig, RopeConfig, RopeKind, TextConfig, VisionConfig, vision_groups,
 };
 pub use error::{Error, Result};
+pub use lora::{LoraError, LoraOptions, LoraReport, LoraTargets, TargetMatches};
 pub use model::{Inputs, LocalInputs, Model};
 pub use names::{Role, TensorSpec, tensors};
 pub use recompute::Recompute;

@@ -4,20 +4,29 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, MetalStorage, Result, Shape, Tensor};
 
 use crate::clip::Clip;
+use crate::lora::Adapter;
 use crate::weights::Weights;
 
-/// `x W^T + b` over the last dimension, with `x` and the result cut to bounds if it has a clip.
+/// `x W^T + b` over the last dimension, plus what its adapter adds, with `x` and the result cut to bounds if it has a
+/// clip.
 #[derive(Debug, Clone)]
 pub(crate) struct Linear {
     pub(crate) weight_oi: Tensor,
     pub(crate) bias_o: Option<Tensor>,
     pub(crate) clip: Option<Clip>,
+    pub(crate) adapter: Option<Adapter>,
 }
 
 impl Linear {
-    /// Without bias and bounds.
+    /// Without bias, bounds and adapter.
     pub(crate) fn plain(weight_oi: Tensor) -> Self {
-        Self { weight_oi, bias_o: None, clip: None }
+        Self { weight_oi, bias_o: None, clip: None, adapter: None }
+    }
+
+    /// The matrix `[outputs, inputs]` of this name, with its adapter if it has one; without bias and bounds.
+    pub(crate) fn load(weights: &Weights, matrix: &str, shape: [usize; 2]) -> crate::error::Result<Self> {
+        let adapter = weights.adapter(matrix, shape)?;
+        Ok(Self { adapter, ..Self::plain(weights.get(matrix, &shape)?) })
     }
 
     /// A projection of a tower: its matrix `[outputs, inputs]` and its bounds, if it is clipped, are under its name.
@@ -27,11 +36,8 @@ impl Linear {
         shape: [usize; 2],
         clipped: bool,
     ) -> crate::error::Result<Self> {
-        Ok(Self {
-            weight_oi: weights.get(&format!("{name}.linear.weight"), &shape)?,
-            bias_o: None,
-            clip: clipped.then(|| Clip::new(weights, name)).transpose()?,
-        })
+        let clip = clipped.then(|| Clip::new(weights, name)).transpose()?;
+        Ok(Self { clip, ..Self::load(weights, &format!("{name}.linear.weight"), shape)? })
     }
 
     /// `[.., inputs]` to `[.., outputs]`.
@@ -71,7 +77,11 @@ impl Linear {
             Some(clip) => clip.input.clamp(x)?,
             None => x.clone(),
         };
-        let y = x.contiguous()?.apply_op2(&self.weight_oi.contiguous()?, Project { shape })?;
+        let x = x.contiguous()?;
+        let y = match &self.adapter {
+            Some(adapter) => adapter.project(&x, &self.weight_oi, shape)?,
+            None => project(&x, &self.weight_oi, shape)?,
+        };
         let y = match &self.bias_o {
             Some(bias_o) => y.broadcast_add(&bias_o.reshape(outputs)?)?,
             None => y,
@@ -81,6 +91,11 @@ impl Linear {
             None => Ok(y),
         }
     }
+}
+
+/// `x W^T` over all rows of `x`, whatever its dimensions, in the shape that is wanted.
+pub(crate) fn project(x: &Tensor, weight_oi: &Tensor, shape: Shape) -> Result<Tensor> {
+    x.contiguous()?.apply_op2(&weight_oi.contiguous()?, Project { shape })
 }
 
 /// One matrix product over all rows, in the shape that is wanted: as an operation of its own it leaves out the
@@ -121,10 +136,16 @@ impl CustomOp2 for Project {
         let (outputs, inputs) = w.dims2()?;
         let rows = x.elem_count() / inputs;
         let grad_ro = grad.reshape((rows, outputs))?;
-        let x_ri = x.reshape((rows, inputs))?;
-        let x_grad = grad_ro.matmul(&w.detach())?.reshape(x.shape())?;
-        let w_grad = grad_ro.t()?.matmul(&x_ri.detach())?;
-        Ok((Some(x_grad), Some(w_grad)))
+        // Constants, such as frozen weights, get no gradient: it would cost a product as large as the other one.
+        let x_grad = match x.track_op() {
+            true => Some(grad_ro.matmul(&w.detach())?.reshape(x.shape())?),
+            false => None,
+        };
+        let w_grad = match w.track_op() {
+            true => Some(grad_ro.t()?.matmul(&x.reshape((rows, inputs))?.detach())?),
+            false => None,
+        };
+        Ok((x_grad, w_grad))
     }
 }
 
@@ -142,7 +163,7 @@ mod tests {
         let bias = Var::from_tensor(&random(&[8], DType::F64, 3)?)?;
         let grad = random(&[2, 3, 4, 2], DType::F64, 4)?;
         let (weight_oi, bias_o) = (weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
-        let linear = Linear { weight_oi, bias_o, clip: None };
+        let linear = Linear { bias_o, ..Linear::plain(weight_oi) };
         let found = linear.heads(&x, 2)?;
         let plain = x.reshape((6, 5))?.matmul(&weight.t()?)?.broadcast_add(&bias)?.reshape((2, 3, 4, 2))?;
         assert_close("y", &found, &plain, 1e-12)?;
@@ -152,6 +173,11 @@ mod tests {
         for var in [&x, &weight, &bias] {
             assert_close("gradient", found.get(var).unwrap(), plain.get(var).unwrap(), 1e-12)?;
         }
+        let frozen = weight.detach();
+        let store = Linear::plain(frozen.clone()).forward(&x)?.sum_all()?.backward()?;
+        assert!(store.get(&frozen).is_none() && store.get(&x).is_some());
+        let constant = linear.forward(&x.detach())?.sum_all()?.backward()?;
+        assert_eq!(constant.get_ids().count(), 2, "of the weight and the bias, and no other");
         let swapped = x.transpose(0, 1)?;
         assert_close("y", &linear.forward(&swapped)?, &linear.forward(&swapped.contiguous()?)?, 0.0)?;
         let heads = x.reshape((2, 3, 1, 5))?;

@@ -60,11 +60,10 @@ impl PatchEmbedder {
         let (width, patch_len) = (shape.width, shape.patch_len());
         let name = |part: &str| format!("{}.{part}", names::PATCH_EMBEDDER);
         let dense = Linear {
-            weight_oi: weights.get(&name("patch_dense.weight"), &[width, patch_len])?,
             bias_o: Some(weights.get(&name("patch_dense.bias"), &[width])?),
-            clip: None,
+            ..Linear::load(weights, &name("patch_dense.weight"), [width, patch_len])?
         };
-        let projection = weights.get(names::VISION_PROJECTION, &[config.text.hidden_size, width])?;
+        let projection = Linear::load(weights, names::VISION_PROJECTION, [config.text.hidden_size, width])?;
         Ok(Self {
             patch_norm: LayerNorm::new("patch_ln1", patch_len, weights)?,
             dense,
@@ -72,7 +71,7 @@ impl PatchEmbedder {
             position_table: weights.get(&name("pos_embedding"), &[shape.position_embedding_size, 2, width])?,
             position_norm: LayerNorm::new("pos_norm", width, weights)?,
             projection_norm: RmsNorm { weight: None, eps: shape.rms_norm_eps },
-            projection: Linear::plain(projection),
+            projection,
             patch_len,
             side: shape.patch_size * shape.pooling_kernel_size,
         })

@@ -44,7 +44,7 @@ impl PerLayerEmbedding {
     pub(crate) fn new(config: &Config, shape: PerLayerConfig, weights: &Weights) -> Result<Self> {
         let (hidden, total) = (config.text.hidden_size, config.text.layers.len() * shape.width);
         let table = weights.get(&names::embed_tokens_per_layer(config), &[shape.vocab_size, total])?;
-        let projection = Linear::plain(weights.get(&names::per_layer_projection(config), &[total, hidden])?);
+        let projection = Linear::load(weights, &names::per_layer_projection(config), [total, hidden])?;
         let norm = weights.get(&names::per_layer_norm(config), &[shape.width])?;
         Ok(Self {
             scale: table_scale(shape.width, table.dtype())?,
@@ -128,8 +128,7 @@ impl PerLayerBlock {
     /// `prefix` is that of the layer.
     pub(crate) fn new(prefix: &str, hidden: usize, width: usize, eps: f64, weights: &Weights) -> Result<Self> {
         let linear = |name: &str, outputs: usize, inputs: usize| -> Result<Linear> {
-            let weight_oi = weights.get(&format!("{prefix}.{name}.weight"), &[outputs, inputs])?;
-            Ok(Linear::plain(weight_oi))
+            Linear::load(weights, &format!("{prefix}.{name}.weight"), [outputs, inputs])
         };
         let norm = weights.get(&format!("{prefix}.{}.weight", names::POST_PER_LAYER_NORM), &[hidden])?;
         Ok(Self {

@@ -30,6 +30,38 @@ pub(crate) fn tensor(spec: &TensorSpec, dtype: DType, device: &Device, seed: u64
     Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
 }
 
+/// Even numbers between minus this bound and the bound; they depend on the seed, the name and the shape only.
+pub(crate) fn uniform(
+    name: &str,
+    shape: &[usize],
+    bound: f64,
+    dtype: DType,
+    device: &Device,
+    seed: u64,
+) -> candle_core::Result<Tensor> {
+    let mut stream = Normal::new(seed, name);
+    let count = shape.iter().product();
+    let values: Vec<f64> = (0..count).map(|_| (2.0 * stream.uniform() - 1.0) * bound).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+}
+
+/// The step of SplitMix64.
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// What SplitMix64 makes of a state: bits that look independent for states that differ in anything.
+pub(crate) fn mix(state: u64) -> u64 {
+    let mut bits = state.wrapping_add(STEP);
+    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    bits ^ (bits >> 31)
+}
+
+/// FNV-1a.
+pub(crate) fn name_hash(name: &str) -> u64 {
+    let hash = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, hash)
+}
+
 /// Standard normal numbers: SplitMix64 bits through the Box-Muller transform. Written out here because saved
 /// results name a seed, and a generator from a library may change its stream with a version.
 struct Normal {
@@ -41,19 +73,15 @@ impl Normal {
     /// A stream for one tensor: the name is hashed (FNV-1a) into the seed, so that adding a tensor to a model
     /// leaves the others as they were.
     fn new(seed: u64, name: &str) -> Self {
-        let hash = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
-        let name_hash = name.bytes().fold(0xcbf2_9ce4_8422_2325, hash);
         let mut stream = Self { state: seed, spare: None };
-        stream.state = stream.bits() ^ name_hash;
+        stream.state = stream.bits() ^ name_hash(name);
         stream
     }
 
     fn bits(&mut self) -> u64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut bits = self.state;
-        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        bits ^ (bits >> 31)
+        let bits = mix(self.state);
+        self.state = self.state.wrapping_add(STEP);
+        bits
     }
 
     /// Uniform in (0, 1].

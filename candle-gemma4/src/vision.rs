@@ -39,9 +39,6 @@ pub(crate) struct VisionTower {
 impl VisionTower {
     pub(crate) fn new(config: &Config, vision: &VisionConfig, weights: &Weights) -> Result<Self> {
         let hidden = vision.hidden_size;
-        let plain = |name: &str, outputs: usize, inputs: usize| -> Result<Linear> {
-            Ok(Linear::plain(weights.get(name, &[outputs, inputs])?))
-        };
         let layers = 0..vision.num_hidden_layers;
         let standardize = match vision.standardize {
             true => Some(Standardize {
@@ -51,14 +48,14 @@ impl VisionTower {
             false => None,
         };
         Ok(Self {
-            patch_projection: plain(names::PATCH_PROJECTION, hidden, vision.patch_len())?,
+            patch_projection: Linear::load(weights, names::PATCH_PROJECTION, [hidden, vision.patch_len()])?,
             position_table: weights.get(names::POSITION_TABLE, &[2, vision.position_embedding_size, hidden])?,
             layers: layers
                 .map(|index| Layer::new(&LayerShape::vision(index, vision), weights))
                 .collect::<Result<_>>()?,
             standardize,
             projection_norm: RmsNorm { weight: None, eps: vision.rms_norm_eps },
-            projection: plain(names::VISION_PROJECTION, config.text.hidden_size, hidden)?,
+            projection: Linear::load(weights, names::VISION_PROJECTION, [config.text.hidden_size, hidden])?,
             vision: vision.clone(),
             text_hidden: config.text.hidden_size,
         })

@@ -68,3 +68,35 @@ fn text_is_trained_as_if_nothing_were_frozen() {
         }
     }
 }
+
+#[test]
+fn patterns_freeze_what_they_name() {
+    let folder = fixture("gemma4-effective/checkpoint");
+    let config = Config::from_folder(&folder).unwrap();
+    let load = |patterns: &[&str]| {
+        let options = LoadOptions::new().freeze_matching(patterns.iter().copied())?;
+        Weights::load_with(&folder, &config, DType::F32, &Device::Cpu, &options)
+    };
+    let all = load(&[]).unwrap();
+    let patterns = ["*embed_tokens*", "model.language_model.layers.[01].*"];
+    let some = load(&patterns).unwrap();
+    let expected = |name: &str| {
+        name.contains("embed_tokens")
+            || ["0", "1"].iter().any(|i| name.starts_with(&format!("model.language_model.layers.{i}.")))
+    };
+    for name in all.variables().keys() {
+        assert_eq!(some.frozen().contains_key(name), expected(name), "{name}");
+        assert_eq!(some.variables().contains_key(name), !expected(name), "{name}");
+    }
+    assert!(some.frozen().keys().any(|name| name.contains("embed_tokens_per_layer")));
+    assert_eq!(some.frozen().len() + some.variables().len(), all.variables().len());
+
+    let text = load(&["model.language_model.norm.wieght"]).unwrap_err().to_string();
+    assert!(text.starts_with("freeze \"model.language_model.norm.wieght\": no trained tensor of this model"), "{text}");
+    assert!(text.ends_with("the nearest is model.language_model.norm.weight"), "{text}");
+    let text = load(&["layers.[0"]).unwrap_err().to_string();
+    assert!(
+        text.contains("freeze \"layers.[0\": ") && text.contains("at character") && text.contains("[abc]"),
+        "{text}"
+    );
+}

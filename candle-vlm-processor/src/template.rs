@@ -3,6 +3,7 @@
 mod clock;
 mod generation;
 mod json;
+mod limits;
 mod methods;
 mod python;
 
@@ -111,6 +112,7 @@ impl ChatTemplate {
         let mut templates = BTreeMap::new();
         for (name, source) in sources {
             let source = source.replace("\r\n", "\n").replace('\r', "\n"); // as Jinja2 reads it
+            limits::check(&source).map_err(|reason| Error::Template { name: name.clone(), reason })?;
             let marked = generation::replace_tags(&source, generation::MARKED_FILTER);
             let plain = generation::replace_tags(&source, generation::PLAIN_FILTER).unwrap_or(source);
             let stored =
@@ -225,7 +227,11 @@ fn in_config(file: &str, value: &serde_json::Value) -> Result<BTreeMap<String, S
 
 /// The engine's error with its line, and what caused it.
 fn fault(name: &str, error: &JinjaError) -> Error {
-    let mut reason = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    let mut reason = match (error.kind(), error.detail()) {
+        (ErrorKind::OutOfFuel, _) => "it runs too long or makes too long a text; does it loop over a loop?".to_owned(),
+        (_, Some(detail)) => detail.to_owned(),
+        (kind, None) => kind.to_string(),
+    };
     if let Some(line) = error.line() {
         reason = format!("line {line}: {reason}");
     }

@@ -12,6 +12,7 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt::{self, Debug};
 use std::sync::Mutex;
+use std::time::Duration;
 
 /// What a message is for. Counters are kept per kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -76,7 +77,7 @@ pub trait Pending {
     fn wait(self: Box<Self>) -> Result<Option<Received>>;
 }
 
-/// Bytes and messages of one kind of traffic, since the communicator was made.
+/// Bytes, messages and waits of one kind of traffic, since the communicator was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counter {
     /// Messages sent by this rank.
@@ -89,6 +90,8 @@ pub struct Counter {
     pub bytes_alive: usize,
     /// The largest value that `bytes_alive` had.
     pub peak_bytes_alive: usize,
+    /// Time in [`Pending::wait`]: this rank could not go on for want of its peers.
+    pub waited: Duration,
 }
 
 /// Counters by kind of traffic.
@@ -104,6 +107,11 @@ impl CommStats {
     /// Bytes sent, all kinds.
     pub fn bytes_sent(&self) -> usize {
         self.0.values().map(|c| c.bytes_sent).sum()
+    }
+
+    /// Time in [`Pending::wait`], all kinds: point to point, collectives and barriers.
+    pub fn waited(&self) -> Duration {
+        self.0.values().map(|c| c.waited).sum()
     }
 
     fn entry(&mut self, traffic: Traffic) -> &mut Counter {
@@ -265,6 +273,10 @@ impl Counters {
 
     pub fn received(&self, traffic: Traffic, bytes: usize) {
         self.lock().entry(traffic).bytes_received += bytes;
+    }
+
+    pub fn waited(&self, traffic: Traffic, time: Duration) {
+        self.lock().entry(traffic).waited += time;
     }
 
     pub fn grow(&self, traffic: Traffic, bytes: usize) {

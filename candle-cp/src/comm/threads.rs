@@ -8,7 +8,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -187,6 +187,15 @@ struct ThreadPending {
 
 impl Pending for ThreadPending {
     fn wait(self: Box<Self>) -> Result<Option<Received>> {
+        let start = Instant::now();
+        let received = self.take();
+        self.counters.waited(self.tag.traffic, start.elapsed());
+        received
+    }
+}
+
+impl ThreadPending {
+    fn take(&self) -> Result<Option<Received>> {
         let received = self.receive.as_ref().map(|expected| {
             let wait = Wait { rank: self.rank, peer: expected.from, tag: self.tag, expected: Some(expected) };
             let tensor = self.world.receive(&wait)?;

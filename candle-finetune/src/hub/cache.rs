@@ -1,13 +1,16 @@
-//! The cache that Python's library shares: `models--org--name/{blobs,refs,snapshots}`.
+//! The cache that Python's library shares: `models--org--name/{blobs,refs,snapshots}`, and `datasets--` for data.
 
 use std::fs::{self, File};
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
 use super::error::{HubError, Result, io_at};
-use super::spec::ModelName;
+use super::spec::RepoName;
 
-/// The part of the cache that belongs to one model.
+/// Folder of the lists of files, by commit.
+const LISTS: &str = ".listed";
+
+/// The part of the cache that belongs to one repository.
 #[derive(Debug)]
 pub(super) struct Cache {
     root: PathBuf,
@@ -24,8 +27,11 @@ pub(super) struct Snapshot {
 }
 
 impl Cache {
-    pub(super) fn new(root: &Path, name: &ModelName) -> Self {
-        Self { root: root.to_path_buf(), folder_name: format!("models--{}", name.repo.replace('/', "--")) }
+    pub(super) fn new(root: &Path, name: &RepoName) -> Self {
+        Self {
+            root: root.to_path_buf(),
+            folder_name: format!("{}--{}", name.kind.plural(), name.repo.replace('/', "--")),
+        }
     }
 
     /// The folder of the whole cache.
@@ -45,6 +51,25 @@ impl Cache {
     /// The folder of a commit.
     pub(super) fn snapshot(&self, commit: &str) -> PathBuf {
         self.folder().join("snapshots").join(commit)
+    }
+
+    /// Notes which files a commit has, pulled or not: offline nobody else can tell. Python's library looks at nothing in
+    /// that place.
+    pub(super) fn set_list(&self, commit: &str, files: &[&str]) -> Result<()> {
+        let path = self.folder().join(LISTS).join(commit);
+        create_parent(&path)?;
+        let text: String = files.iter().filter(|file| !file.contains('\n')).map(|file| format!("{file}\n")).collect();
+        fs::write(&path, text).map_err(io_at("write", &path, 0))
+    }
+
+    /// The files that a commit has, if they were noted: here, or by Python's library in its own way.
+    pub(super) fn list(&self, commit: &str) -> Option<Vec<String>> {
+        if let Ok(text) = fs::read_to_string(self.folder().join(LISTS).join(commit)) {
+            return Some(text.lines().map(str::to_string).collect());
+        }
+        let text = fs::read(self.folder().join("trees").join(format!("{commit}.json"))).ok()?;
+        let tree: serde_json::Value = serde_json::from_slice(&text).ok()?;
+        Some(tree.get("files")?.as_object()?.keys().cloned().collect())
     }
 
     /// The commit that a revision is or was when it was pulled last.

@@ -9,21 +9,25 @@ use url::Url;
 
 use super::error::{HubError, Result};
 use super::options::HubOptions;
-use super::spec::{ModelName, is_plain};
+use super::spec::{Kind, RepoName, is_plain};
 
 /// Redirects that are followed for one request.
 const MAX_REDIRECTS: usize = 10;
+/// A list of files of this length may be cut; the tree tells all, page by page.
+const LONG_LIST: usize = 50_000;
+/// Pages of a tree that are asked for; no repository has as many.
+const MAX_PAGES: usize = 10_000;
 /// Longest list or error text that is read, in bytes.
 const MAX_TEXT: u64 = 32 << 20;
 /// Characters of an error text that a message shows.
 const SHOWN_TEXT: usize = 200;
 
-/// Asks the Hub about one model. Not `Debug`: it holds the token.
+/// Asks the Hub about one repository. Not `Debug`: it holds the token.
 pub(super) struct Client<'a> {
     agent: Agent,
     endpoint: Url,
     token: Option<&'a str>,
-    name: &'a ModelName,
+    name: &'a RepoName,
 }
 
 /// Which redirects are followed.
@@ -77,6 +81,24 @@ pub(super) struct Lfs {
     pub(super) sha256: Option<String>,
 }
 
+/// A file or folder in a page of the tree of a revision.
+#[derive(Deserialize)]
+struct Entry {
+    #[serde(rename = "type")]
+    kind: String,
+    path: String,
+    size: Option<u64>,
+    /// Its git hash.
+    oid: Option<String>,
+    lfs: Option<EntryLfs>,
+}
+
+#[derive(Deserialize)]
+struct EntryLfs {
+    /// Hash of its content.
+    oid: Option<String>,
+}
+
 /// Names in the list of branches and tags.
 #[derive(Deserialize)]
 struct Refs {
@@ -92,7 +114,7 @@ struct Ref {
 }
 
 impl<'a> Client<'a> {
-    pub(super) fn new(options: &'a HubOptions, name: &'a ModelName) -> Result<Self> {
+    pub(super) fn new(options: &'a HubOptions, name: &'a RepoName) -> Result<Self> {
         let given = &options.endpoint;
         let wrong = |reason: String| HubError::Address { what: "HF_ENDPOINT", given: given.clone(), reason };
         let endpoint = Url::parse(given).map_err(|error| wrong(error.to_string()))?;
@@ -116,9 +138,10 @@ impl<'a> Client<'a> {
 
     /// Commit and files of the revision.
     pub(super) fn info(&self) -> Result<Info> {
-        let path = format!("api/models/{}/revision/{}?blobs=true", self.name.repo, self.name.revision_segment());
+        let RepoName { kind, repo, .. } = self.name;
+        let path = format!("api/{}/{repo}/revision/{}?blobs=true", kind.plural(), self.name.revision_segment());
         let url = self.url(&path)?;
-        let info: Info = match self.json(&url) {
+        let mut info: Info = match self.json(&url) {
             Err(error @ (HubError::RepoNotFound { .. } | HubError::RevisionNotFound { .. })) => {
                 // Not every mirror says which of the two is missing, and no Hub says which revisions there are.
                 let names = self.refs().ok_or(error)?;
@@ -130,12 +153,36 @@ impl<'a> Client<'a> {
         if info.commit.is_empty() || !info.commit.chars().all(|sign| sign.is_ascii_alphanumeric()) {
             return Err(answer(&url, format!("{:?} is no commit", info.commit)));
         }
+        if info.siblings.len() >= LONG_LIST {
+            info.siblings = self.tree(&info.commit)?;
+        }
         Ok(info)
+    }
+
+    /// All files of a commit, in as many requests as the Hub wants for them.
+    fn tree(&self, commit: &str) -> Result<Vec<Listed>> {
+        let RepoName { kind, repo, .. } = self.name;
+        let mut url = self.url(&format!("api/{}/{repo}/tree/{commit}?recursive=true&expand=false", kind.plural()))?;
+        let mut files = Vec::new();
+        for _ in 0..MAX_PAGES {
+            let (page, next) = self.page::<Vec<Entry>>(&url)?;
+            files.extend(page.into_iter().filter(|entry| entry.kind == "file").map(|entry| Listed {
+                path: entry.path,
+                size: entry.size,
+                git_hash: entry.oid,
+                lfs: entry.lfs.map(|lfs| Lfs { sha256: lfs.oid }),
+            }));
+            match next {
+                None => return Ok(files),
+                Some(next) => url = url.join(&next).map_err(|_| answer(&url, format!("a next page at {next:?}")))?,
+            }
+        }
+        Err(answer(&url, format!("a tree of more than {MAX_PAGES} pages")))
     }
 
     /// Names of branches and tags; `None` if the Hub does not tell.
     fn refs(&self) -> Option<Vec<String>> {
-        let url = self.url(&format!("api/models/{}/refs", self.name.repo)).ok()?;
+        let url = self.url(&format!("api/{}/{}/refs", self.name.kind.plural(), self.name.repo)).ok()?;
         let refs: Refs = self.json(&url).ok()?;
         Some(refs.branches.into_iter().chain(refs.tags).map(|found| found.name).collect())
     }
@@ -161,11 +208,18 @@ impl<'a> Client<'a> {
     }
 
     fn json<T: for<'de> Deserialize<'de>>(&self, url: &Url) -> Result<T> {
+        self.page(url).map(|(value, _)| value)
+    }
+
+    /// An answer, and the address of the next page of it if there is one.
+    fn page<T: for<'de> Deserialize<'de>>(&self, url: &Url) -> Result<(T, Option<String>)> {
         let (response, url) = self.send("GET", url.clone(), None, Follow::All, None)?;
+        let next = response.header("link").and_then(next_page);
         let mut text = Vec::new();
         let read = response.into_reader().take(MAX_TEXT).read_to_end(&mut text);
         read.map_err(|cause| HubError::Network { url: plain(&url), cause: cause.to_string() })?;
-        serde_json::from_slice(&text).map_err(|error| answer(&url, error.to_string()))
+        let value = serde_json::from_slice(&text).map_err(|error| answer(&url, error.to_string()))?;
+        Ok((value, next))
     }
 
     fn url(&self, path: &str) -> Result<Url> {
@@ -179,7 +233,13 @@ impl<'a> Client<'a> {
     }
 
     fn file_url(&self, commit: &str, file: &str) -> Result<Url> {
-        self.url(&format!("{}/resolve/{commit}/{file}", self.name.repo))
+        let RepoName { kind, repo, .. } = self.name;
+        let mut url = self.url(&format!("{}{repo}/resolve/{commit}", kind.page_prefix()))?;
+        // Names of files may hold any sign; the library escapes those that mean something in an address.
+        if let Ok(mut segments) = url.path_segments_mut() {
+            segments.extend(file.split('/'));
+        }
+        Ok(url)
     }
 
     fn send(
@@ -230,7 +290,9 @@ impl<'a> Client<'a> {
     fn refused(&self, response: Response, url: &Url, file: Option<&str>) -> HubError {
         let status = response.status();
         let repo = self.name.repo.clone();
-        let page = self.url(&repo).map_or_else(|_| repo.clone(), |url| url.to_string());
+        let page = self
+            .url(&format!("{}{repo}", self.name.kind.page_prefix()))
+            .map_or_else(|_| repo.clone(), |url| url.to_string());
         let token_sent = self.token.is_some();
         let code = response.header("x-error-code").unwrap_or_default().to_string();
         let at_hub = self.at_hub(url);
@@ -250,6 +312,7 @@ impl<'a> Client<'a> {
             },
             ("RepoNotFound", _) | ("", 401 | 404) if at_hub => HubError::RepoNotFound {
                 repo,
+                is_data: self.name.kind == Kind::Data,
                 endpoint: self.endpoint.as_str().trim_end_matches('/').to_string(),
                 page,
                 token_sent,
@@ -257,6 +320,12 @@ impl<'a> Client<'a> {
             _ => HubError::Status { url: plain(url), status, body: said(response) },
         }
     }
+}
+
+/// The address of `<https://...>; rel="next"` in a list of such links.
+fn next_page(links: &str) -> Option<String> {
+    let next = links.split(',').find(|link| link.contains("rel=\"next\""))?;
+    Some(next.split_once('<')?.1.split_once('>')?.0.to_string())
 }
 
 /// A pause that doubles, up to a minute.

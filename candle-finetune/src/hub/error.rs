@@ -1,4 +1,4 @@
-//! What can go wrong between a model's name and a folder, and what to do about it.
+//! What can go wrong between a name on the Hub and files, and what to do about it.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,6 +19,27 @@ pub enum HubError {
         /// What was given.
         given: String,
         /// Why it is not a name.
+        reason: String,
+    },
+
+    /// Neither files nor a name of the Hub.
+    #[error(
+        "{given:?} cannot be used: {reason}; data is a .jsonl or .parquet file, a folder of them, or a data set of the Hub as \
+         hub:ORG/NAME, hub:ORG/NAME@REVISION, either with :SPLIT, :FOLDER or :FILE behind it (hub:ORG/NAME:test)"
+    )]
+    DataSpec {
+        /// What was given.
+        given: String,
+        /// Why it cannot be used.
+        reason: String,
+    },
+
+    /// A data set or folder without the files that were asked for.
+    #[error("{source_name} {reason}")]
+    DataFiles {
+        /// `org/name@revision`, or the folder.
+        source_name: String,
+        /// What is missing, what there is, and what to do.
         reason: String,
     },
 
@@ -48,7 +69,7 @@ pub enum HubError {
         }
     )]
     Gated {
-        /// The model.
+        /// The repository.
         repo: String,
         /// Its page.
         page: String,
@@ -61,7 +82,7 @@ pub enum HubError {
         "the Hub refused the token ({status}): it is wrong, expired or may not read {repo}; make one at {page} and set HF_TOKEN"
     )]
     Token {
-        /// The model.
+        /// The repository.
         repo: String,
         /// Status of the answer.
         status: u16,
@@ -69,18 +90,21 @@ pub enum HubError {
         page: String,
     },
 
-    /// No such model, or a private one.
+    /// No such model or data set, or a private one.
     #[error(
-        "there is no folder {repo}, and no model of this name at {endpoint} that {} may see; check the spelling at {page}, \
+        "there is no {} at {endpoint} that {} may see; check the spelling at {page}, \
          and if it is private set HF_TOKEN to a token of an account that may read it",
+        if *is_data { format!("data set {repo}") } else { format!("folder {repo}, and no model of this name") },
         if *token_sent { "the account of the token in use" } else { "someone without a token" }
     )]
     RepoNotFound {
-        /// The model.
+        /// The model or data set.
         repo: String,
+        /// Whether it was a data set.
+        is_data: bool,
         /// The Hub that was asked.
         endpoint: String,
-        /// The model's page.
+        /// Its page.
         page: String,
         /// Whether a token was sent.
         token_sent: bool,
@@ -89,7 +113,7 @@ pub enum HubError {
     /// No such branch, tag or commit.
     #[error("{repo} has no revision {revision:?}; {}; leave @{revision} out to take main", known(names))]
     RevisionNotFound {
-        /// The model.
+        /// The repository.
         repo: String,
         /// The revision.
         revision: String,
@@ -102,7 +126,7 @@ pub enum HubError {
         "{repo} at {revision} has no file {file}, though its own list names it; try again, or take another revision"
     )]
     FileNotFound {
-        /// The model.
+        /// The repository.
         repo: String,
         /// Revision or commit.
         revision: String,
@@ -113,7 +137,7 @@ pub enum HubError {
     /// The repository is no model that can be used here.
     #[error("{repo} at {revision} has no {}; it has {}. {fix}", missing.join(", no "), shown(has))]
     Incomplete {
-        /// The model.
+        /// The repository.
         repo: String,
         /// Revision or commit.
         revision: String,
@@ -132,7 +156,7 @@ pub enum HubError {
         cache.display()
     )]
     Offline {
-        /// The model.
+        /// The repository.
         repo: String,
         /// The revision.
         revision: String,
@@ -144,7 +168,7 @@ pub enum HubError {
 
     /// No connection.
     #[error(
-        "{url} cannot be reached: {cause}; check the network, proxy (HTTPS_PROXY) and HF_ENDPOINT; a model that was \
+        "{url} cannot be reached: {cause}; check the network, proxy (HTTPS_PROXY) and HF_ENDPOINT; what was \
          pulled before also works with HF_HUB_OFFLINE=1"
     )]
     Network {
@@ -154,7 +178,7 @@ pub enum HubError {
         cause: String,
     },
 
-    /// The Hub or its storage answers with an error that is not about this model.
+    /// The Hub or its storage answers with an error that is not about this repository.
     #[error("{url} answered {status}{}; {}", said(body), advice(*status))]
     Status {
         /// What was asked for.
@@ -233,6 +257,8 @@ impl HubError {
     pub fn is_usage(&self) -> bool {
         match self {
             Self::Spec { .. }
+            | Self::DataSpec { .. }
+            | Self::DataFiles { .. }
             | Self::Address { .. }
             | Self::NoCache
             | Self::Gated { .. }
@@ -293,7 +319,7 @@ fn known(names: &[String]) -> String {
 
 fn advice(status: u16) -> &'static str {
     match status {
-        401 | 403 => "access is forbidden: set HF_TOKEN to a token that may read the model, or ask who runs the proxy",
+        401 | 403 => "access is forbidden: set HF_TOKEN to a token that may read it, or ask who runs the proxy",
         429 => "too many requests: wait some minutes, or set HF_TOKEN for a higher limit",
         _ => "try again later; what was received so far is kept",
     }

@@ -34,7 +34,7 @@ pub(super) fn show(lines: &Lines, config: &Config, inspection: &Inspection) -> R
     };
     let text = text(lines.encoder(), &encoded, marks)?;
     let end = if text.ends_with('\n') { "" } else { "\n" };
-    Ok(format!("line {}: {}{becomes}; {learned} {legend}\n{text}{end}", line.number, counted(line.len(), "token")))
+    Ok(format!("{}: {}{becomes}; {learned} {legend}\n{text}{end}", lines.place(line), counted(line.len(), "token")))
 }
 
 fn find<'a>(lines: &'a Lines, inspection: &Inspection) -> Result<&'a Line> {

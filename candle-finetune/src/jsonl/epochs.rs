@@ -1,43 +1,44 @@
 //! Samples in epochs, each in an order of its own.
 
-use rand::SeedableRng;
-use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 
 use super::Lines;
 use crate::error::Result;
-use crate::sample::{Sample, Source};
+use crate::sample::{Position, Sample, Source, epoch_rng};
 
-/// A stream of samples: each one once per epoch.
+/// The samples of a file: each one once per epoch, in an order that depends on the seed and the epoch only.
 #[derive(Debug, Clone)]
 pub struct Epochs<'a> {
     lines: &'a Lines,
-    /// What is left of this epoch, taken from the end.
-    order: Vec<usize>,
-    started: bool,
-    rng: StdRng,
+    seed: u64,
+    /// The order of the epoch that was asked for last.
+    order: Option<(usize, Vec<usize>)>,
 }
 
 impl<'a> Epochs<'a> {
     pub(super) fn new(lines: &'a Lines, seed: u64) -> Self {
-        Self { lines, order: Vec::new(), started: false, rng: StdRng::seed_from_u64(seed) }
+        Self { lines, seed, order: None }
     }
 
-    /// The next sample's place among the lines; `None` once at the end of each epoch.
-    pub(crate) fn next_index(&mut self) -> Option<usize> {
-        if !self.started {
-            self.order = (0..self.lines.len()).collect();
-            self.order.shuffle(&mut self.rng);
-            self.started = true;
+    /// Which of the lines lies at a place.
+    pub(crate) fn index(&mut self, place: Position) -> usize {
+        if self.order.as_ref().is_none_or(|(epoch, _)| *epoch != place.epoch) {
+            let mut order: Vec<usize> = (0..self.lines.len()).collect();
+            order.shuffle(&mut epoch_rng(self.seed, place.epoch, None));
+            self.order = Some((place.epoch, order));
         }
-        let next = self.order.pop();
-        self.started = next.is_some();
-        next
+        let (_, order) = self.order.as_ref().expect("it was just made");
+        order[place.taken]
     }
 }
 
 impl Source for Epochs<'_> {
-    fn next_sample(&mut self) -> Result<Option<Sample>> {
-        self.next_index().map(|index| self.lines.sample(index)).transpose()
+    fn epoch_len(&mut self, _: usize) -> usize {
+        self.lines.len()
+    }
+
+    fn sample(&mut self, place: Position) -> Result<Sample> {
+        let index = self.index(place);
+        self.lines.sample(index)
     }
 }

@@ -1,4 +1,4 @@
-//! One line as the fields of a JSON object.
+//! One line or row as named fields.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -12,11 +12,18 @@ use crate::names;
 
 /// The kinds of line, for messages.
 pub(super) const ALLOWED: &str = "allowed are {\"messages\": [..], \"images\": [..], \"tools\": [..]}, \
-                                  {\"prompt\": .., \"completion\": .., \"images\": [..]} and {\"text\": ..}";
+                                  {\"prompt\": .., \"completion\": .., \"images\": [..]}, {\"texts\": [{\"user\": .., \
+                                  \"assistant\": ..}], \"images\": [..]} and {\"text\": ..}";
 
-const KNOWN: [&str; 6] = ["messages", "images", "tools", "prompt", "completion", "text"];
+/// Sets of columns that make a sample, for messages.
+#[cfg(feature = "parquet")]
+pub(crate) const COLUMNS: &str = "messages (with images or image, and tools), prompt and completion (with images or image), \
+                                  texts of user and assistant (with images or image), and text";
 
-/// Fields of one line; those that are null count as absent.
+/// The fields that are read.
+pub(crate) const KNOWN: [&str; 7] = ["messages", "images", "tools", "prompt", "completion", "texts", "text"];
+
+/// Fields of one line or row; those that are null count as absent.
 #[derive(Debug)]
 pub(super) struct Fields(Vec<(String, TemplateValue)>);
 
@@ -25,14 +32,16 @@ impl Fields {
     pub(super) fn parse(line: &[u8]) -> Fault<Self> {
         let text = std::str::from_utf8(line)
             .map_err(|e| format!("not UTF-8 at byte offset {} of the line; save the file as UTF-8", e.valid_up_to()))?;
-        let unusable = |e: serde_json::Error| format!("not valid JSON: {e}");
-        serde_json::from_str::<KeysOnce>(text).map_err(unusable)?;
-        let value: TemplateValue = serde_json::from_str(text).map_err(unusable)?;
+        let value = json(text).map_err(|reason| format!("not valid JSON: {reason}"))?;
         if kind(&value) != "an object" {
             return Err(format!("{} instead of an object; {ALLOWED}", kind(&value)));
         }
         let field = |key: TemplateValue| Some((key.as_str()?.to_string(), value.get_item(&key).ok()?));
-        let mut fields: Vec<_> = value.try_iter().map_err(|e| e.to_string())?.filter_map(field).collect();
+        Self::new(value.try_iter().map_err(|e| e.to_string())?.filter_map(field).collect())
+    }
+
+    /// Takes fields whose names are all different.
+    pub(super) fn new(mut fields: Vec<(String, TemplateValue)>) -> Fault<Self> {
         fields.retain(|(_, value)| !value.is_none());
         let fields = Self(fields);
         fields.check()?;
@@ -46,7 +55,7 @@ impl Fields {
 
     fn check(&self) -> Fault<()> {
         let has = |name| self.get(name).is_some();
-        match has("messages") || has("text") || (has("prompt") && has("completion")) {
+        match has("messages") || has("texts") || has("text") || (has("prompt") && has("completion")) {
             true => self.check_spelling()?,
             false => self.explain_no_kind()?,
         }
@@ -56,7 +65,7 @@ impl Fields {
             }
             None => None,
         };
-        for (name, allowed) in [("text", &[][..]), ("messages", &["images", "tools"])] {
+        for (name, allowed) in [("text", &[][..]), ("messages", &["images", "tools"]), ("texts", &["images"])] {
             if let Some(other) = beside(name, allowed) {
                 return Err(format!("\"{name}\" beside \"{other}\": a line is of one kind; {ALLOWED}"));
             }
@@ -118,6 +127,19 @@ impl Fields {
             Some(value) => Err(format!("\"{name}\" is {}; a list is needed", kind(value))),
         }
     }
+}
+
+/// Whether columns or fields of these names can make a sample.
+#[cfg(feature = "parquet")]
+pub(crate) fn has_a_sample(names: &[String]) -> bool {
+    let has = |name: &str| names.iter().any(|other| other == name);
+    has("messages") || has("texts") || has("text") || (has("prompt") && has("completion"))
+}
+
+/// A JSON text as a value; no key may stand twice in one object.
+pub(crate) fn json(text: &str) -> Fault<TemplateValue> {
+    serde_json::from_str::<KeysOnce>(text).map_err(|error| error.to_string())?;
+    serde_json::from_str(text).map_err(|error| error.to_string())
 }
 
 /// The kind of a JSON value, for messages.

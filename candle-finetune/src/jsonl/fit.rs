@@ -1,13 +1,17 @@
 //! Samples that are longer than a row: left out, or cut.
 
+use std::sync::Arc;
+
 use super::Line;
+use super::places::Places;
 use crate::encoder::Encoded;
 use crate::sample::is_learned;
 
 /// Names and numbers that a message lists; the rest is counted.
 const LISTED: usize = 8;
 
-/// What became of samples that are longer than a row, by their lines, which count from 1.
+/// What became of samples that are longer than a row, by their lines or rows, which count from 1 and, if the data has
+/// several files, on from one file to the next.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Fitted {
     /// Tokens of a row; 0 if the samples were not fitted.
@@ -22,6 +26,7 @@ pub struct Fitted {
     pub cut: Vec<usize>,
     /// Left out: no learned token before the cut.
     pub nothing_left: Vec<usize>,
+    pub(super) places: Arc<Places>,
 }
 
 impl Fitted {
@@ -52,7 +57,11 @@ impl Fitted {
         let mut notices = Vec::new();
         let mut tell = |lines: &[usize], what: &str, why: String| {
             if !lines.is_empty() {
-                notices.push(format!("{what} {} of {samples} samples ({}): {why}", lines.len(), numbers(lines)));
+                notices.push(format!(
+                    "{what} {} of {samples} samples ({}): {why}",
+                    lines.len(),
+                    self.places.list(lines)
+                ));
             }
         };
         tell(
@@ -87,15 +96,14 @@ pub(crate) fn cut(encoded: &mut Encoded, len: usize) {
     encoded.soft_tokens.truncate(whole);
 }
 
-/// `1 line`, `7 lines`.
+/// `1 line`, `7 lines`, `2 batches`.
 pub(crate) fn counted(count: usize, noun: &str) -> String {
-    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
-}
-
-/// Line numbers, for messages.
-fn numbers(lines: &[usize]) -> String {
-    let texts: Vec<String> = lines.iter().map(usize::to_string).collect();
-    format!("line{} {}", if lines.len() == 1 { "" } else { "s" }, listed(&texts))
+    let end = match (count, noun.ends_with("ch")) {
+        (1, _) => "",
+        (_, true) => "es",
+        (_, false) => "s",
+    };
+    format!("{count} {noun}{end}")
 }
 
 /// The first few of some texts.

@@ -1,13 +1,14 @@
-//! One line as a sample.
+//! One line or row as a sample.
 
 use std::path::Path;
 
 use candle_vlm_processor::{Message, Part, PictureSource, TemplateValue};
 
 use super::fields::{ALLOWED, Fields, kind};
-use crate::encoder::{Chat, Encoded, Encoder, Fault};
+use crate::encoder::{Chat, Encoded, Encoder, Fault, Stored};
+use crate::parquet::Row;
 
-/// What is needed to turn one line into a sample.
+/// What is needed to turn one line or row into a sample.
 pub(super) struct Reader<'a> {
     pub(super) encoder: &'a Encoder,
     /// Where relative paths of pictures start.
@@ -15,13 +16,44 @@ pub(super) struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// The sample, and the names of the fields that are not read.
-    pub(super) fn read(&self, line: &[u8]) -> Fault<(Encoded, Vec<String>)> {
-        let fields = Fields::parse(line)?;
-        let encoded = match (fields.get("text"), fields.get("messages")) {
-            (Some(_), _) => self.text(fields.text("text")?)?,
-            (None, Some(_)) => self.encoder.chat(&self.messages(&fields)?)?,
-            (None, None) => self.encoder.chat(&self.pair(&fields)?)?,
+    /// The sample of a line, and the names of the fields that are not read.
+    pub(super) fn line(&self, line: &[u8]) -> Fault<(Encoded, Vec<String>)> {
+        self.sample(&Fields::parse(line)?)
+    }
+
+    /// The sample of a row, and the names of the columns that are not read.
+    pub(super) fn row(&self, row: Row) -> Fault<(Encoded, Vec<String>)> {
+        let Row { columns, cells } = row;
+        let read = Fields::new(columns).and_then(|fields| self.sample(&fields));
+        // Within the row a picture is a text of its content; outside it is the cell that holds the content.
+        let cell = |text: &str| cells.iter().find(|(content, _)| content == text).map(|(_, cell)| cell.clone());
+        match read {
+            Ok((mut encoded, unread)) => {
+                for picture in &mut encoded.pictures {
+                    if let Stored::Source(PictureSource::Base64(text)) = picture
+                        && let Some(cell) = cell(text)
+                    {
+                        *picture = Stored::Cell(cell);
+                    }
+                }
+                Ok((encoded, unread))
+            }
+            Err(reason) => Err(cells.iter().fold(reason, |reason, (content, cell)| {
+                reason.replace(&PictureSource::from_text(content).name(), &cell.name)
+            })),
+        }
+    }
+
+    fn sample(&self, fields: &Fields) -> Fault<(Encoded, Vec<String>)> {
+        let has = |name| fields.get(name).is_some();
+        let encoded = if has("text") {
+            self.text(fields.text("text")?)?
+        } else if has("messages") {
+            self.encoder.chat(&self.messages(fields)?)?
+        } else if has("texts") {
+            self.encoder.chat(&self.texts(fields)?)?
+        } else {
+            self.encoder.chat(&self.pair(fields)?)?
         };
         Ok((encoded, fields.unread().map(str::to_string).collect()))
     }
@@ -44,6 +76,34 @@ impl Reader<'_> {
         }
         let tools = fields.list("tools")?.map(TemplateValue::from);
         Ok(Chat { messages, images: images(fields)?, tools, folder: self.folder })
+    }
+
+    /// Pairs of a user's and an assistant's text; all pictures come before the first text.
+    fn texts(&self, fields: &Fields) -> Fault<Chat<'_>> {
+        let pairs = fields.list("texts")?.unwrap_or_default();
+        if pairs.is_empty() {
+            return Err("\"texts\" has no pair of user and assistant; leave it out".to_string());
+        }
+        let mut images = images(fields)?;
+        let mut messages = Vec::with_capacity(2 * pairs.len());
+        for (place, pair) in pairs.iter().enumerate() {
+            let text = |name: &str| {
+                let value = pair.get_attr(name).ok().filter(|value| !value.is_none() && !value.is_undefined());
+                let value = value.ok_or_else(|| format!("texts[{place}] has no \"{name}\"; {ALLOWED}"))?;
+                let text = value.as_str().map(str::to_string);
+                text.ok_or_else(|| format!("\"{name}\" of texts[{place}] is {}; a string is needed", kind(&value)))
+            };
+            let (user, assistant) = (text("user")?, text("assistant")?);
+            if assistant.trim().is_empty() {
+                return Err(format!("\"assistant\" of texts[{place}] is empty; there is nothing to learn from it"));
+            }
+            messages.push(match images.is_empty() {
+                true => Message::text("user", &user),
+                false => Message::parts("user", images.drain(..).map(Part::Image).chain([Part::Text(user)])),
+            });
+            messages.push(Message::text("assistant", &assistant));
+        }
+        Ok(Chat { messages, images, tools: None, folder: self.folder })
     }
 
     /// A prompt with its pictures, and the answer: one turn each.

@@ -39,11 +39,15 @@ pub struct Seen {
 /// What the Hub has.
 #[derive(Debug, Default)]
 pub struct Repository {
+    /// Whether it is a data set; else a model.
+    pub is_data: bool,
     pub name: String,
     pub commit: String,
     pub files: BTreeMap<String, Vec<u8>>,
     /// Files that the storage sends.
     pub large: BTreeSet<String>,
+    /// Whether the list of files is so long that the Hub cuts it: then it has none of these, and the tree has all.
+    pub long_list: bool,
     /// ETags; a file without an entry has one that is no hash.
     pub etags: BTreeMap<String, String>,
     pub revisions: Vec<String>,
@@ -136,7 +140,7 @@ fn answer(
     let first = lines.next().unwrap_or_else(|| Ok(String::new()))?;
     let mut words = first.split(' ');
     let (method, target) = (words.next().unwrap_or_default().to_string(), words.next().unwrap_or_default());
-    let path = target.split('?').next().unwrap().to_string();
+    let path = target.split('?').next().unwrap().replace("%20", " ").replace("%23", "#");
     let mut headers = BTreeMap::new();
     for line in lines {
         let line = line?;
@@ -174,7 +178,11 @@ fn reply(status: u16, head: &[(&str, &str)], body: impl Into<Vec<u8>>) -> Answer
 
 impl Repository {
     fn etag(&self, file: &str) -> String {
-        self.etags.get(file).cloned().unwrap_or_else(|| format!("tag-of-{}", file.replace('/', "-")))
+        let plain = |sign: char| if matches!(sign, '/' | ' ' | '#') { '-' } else { sign };
+        self.etags
+            .get(file)
+            .cloned()
+            .unwrap_or_else(|| format!("tag-of-{}", file.chars().map(plain).collect::<String>()))
     }
 
     fn error(&self, status: u16, code: &str) -> Answer {
@@ -186,11 +194,15 @@ impl Repository {
         if let Some(rest) = self.earlier_name.as_ref().and_then(|name| path.strip_prefix(&format!("/{name}/"))) {
             return reply(307, &[("location", &format!("/{}/{rest}", self.name))], "");
         }
-        let api = format!("/api/models/{}/", self.name);
-        let resolve = format!("/{}/resolve/", self.name);
-        let cached = format!("/api/resolve-cache/models/{}/{}/", self.name, self.commit);
+        let (kind, prefix) = if self.is_data { ("datasets", "/datasets") } else { ("models", "") };
+        let api = format!("/api/{kind}/{}/", self.name);
+        let resolve = format!("{prefix}/{}/resolve/", self.name);
+        let cached = format!("/api/resolve-cache/{kind}/{}/{}/", self.name, self.commit);
         if let Some((status, code, _)) = self.refusal.filter(|(.., all)| *all || !path.starts_with(&api)) {
             return self.error(status, code);
+        }
+        if let Some(page) = path.strip_prefix(&format!("{api}tree/{}", self.commit)) {
+            return self.tree(&api, page);
         }
         if let Some(rest) = path.strip_prefix(&api) {
             return match rest.strip_prefix("revision/").map(|revision| revision.replace("%2F", "/")) {
@@ -221,7 +233,9 @@ impl Repository {
                     [("x-linked-etag", etag.as_str()), ("x-linked-size", &size), ("x-repo-commit", &self.commit)];
                 reply(302, &[&head[..], &[("location", &location)]].concat(), "")
             }
-            Some(_) => reply(307, &[("location", &format!("{cached}{file}"))], ""),
+            Some(_) => {
+                reply(307, &[("location", &format!("{cached}{file}").replace(' ', "%20").replace('#', "%23"))], "")
+            }
         }
     }
 
@@ -229,7 +243,25 @@ impl Repository {
         revision == self.commit || self.revisions.iter().any(|known| known == revision)
     }
 
+    /// One file a page; the page's number is a part of the path.
+    fn tree(&self, api: &str, page: &str) -> Answer {
+        let page: usize = page.trim_start_matches('/').parse().unwrap_or(0);
+        let (name, content) = self.files.iter().nth(page).unwrap();
+        let size = content.len();
+        let body = format!(
+            "[{{\"type\": \"directory\", \"path\": \"d\", \"oid\": \"1\", \"size\": 0}}, {{\"type\": \"file\", \"path\": \"{name}\", \
+             \"oid\": \"2\", \"size\": {size}, \"lfs\": {{\"oid\": \"3\", \"size\": {size}, \"pointerSize\": 9}}}}]"
+        );
+        let next = format!("<{api}tree/{}/{}?cursor=x>; rel=\"next\"", self.commit, page + 1);
+        let head = [("link", next.as_str())];
+        reply(200, if page + 1 < self.files.len() { &head } else { &[] }, body)
+    }
+
     fn list(&self) -> String {
+        if self.long_list {
+            let files: Vec<String> = (0..50_000).map(|n| format!("{{\"rfilename\": \"images/{n}.png\"}}")).collect();
+            return format!("{{\"sha\": \"{}\", \"siblings\": [{}]}}", self.commit, files.join(", "));
+        }
         let files = self
             .files
             .iter()
@@ -244,7 +276,7 @@ impl Repository {
     }
 
     fn storage_answer(&mut self, path: &str, range: Option<usize>) -> Answer {
-        let file = path.rsplit('/').next().unwrap();
+        let file = path.strip_prefix("/blob/").unwrap_or(path);
         // A fixed answer of the Hub may name the place of the one large file as it likes.
         let named = self.files.get(file).or_else(|| self.files.get(self.large.first()?));
         let Some(content) = named.cloned() else { return self.error(404, "") };

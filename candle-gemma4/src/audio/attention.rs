@@ -142,13 +142,13 @@ impl LocalAttention {
         let linear = |name: &str| {
             Linear::clippable(weights, &format!("{prefix}.{name}"), [hidden, hidden], audio.use_clipped_linears)
         };
-        let relative = weights.get(&format!("{prefix}.relative_k_proj.weight"), &[hidden, hidden])?;
+        let relative_key = Linear::load(weights, &format!("{prefix}.relative_k_proj.weight"), [hidden, hidden])?;
         Ok(Self {
             query: linear("q_proj")?,
             key: linear("k_proj")?,
             value: linear("v_proj")?,
             output: linear("post")?,
-            relative_key: Linear::plain(relative),
+            relative_key,
             per_dim_scale: weights.get(&format!("{prefix}.per_dim_scale"), &[audio.head_dim()])?,
             head_dim: audio.head_dim(),
             window: Window::new(audio),

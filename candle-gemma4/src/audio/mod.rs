@@ -37,16 +37,18 @@ impl AudioTower {
     pub(crate) fn new(config: &Config, audio: &AudioConfig, weights: &Weights) -> Result<Self> {
         let (hidden, outputs, text_hidden) = (audio.hidden_size, audio.output_proj_dims, config.text.hidden_size);
         let layers = 0..audio.num_hidden_layers;
-        let output_oi = weights.get(&format!("{}.weight", names::OUTPUT), &[outputs, hidden])?;
-        let output_bias = weights.get(&format!("{}.bias", names::OUTPUT), &[outputs])?;
-        let projection_oi = weights.get(AUDIO_PROJECTION, &[text_hidden, outputs])?;
+        let output = Linear {
+            bias_o: Some(weights.get(&format!("{}.bias", names::OUTPUT), &[outputs])?),
+            ..Linear::load(weights, &format!("{}.weight", names::OUTPUT), [outputs, hidden])?
+        };
+        let table_oi = &output.weight_oi;
         Ok(Self {
             subsample: Subsample::new(audio, weights)?,
             layers: layers.map(|index| AudioLayer::new(&names::layer(index), audio, weights)).collect::<Result<_>>()?,
-            positions_pw: Window::new(audio).position_table(hidden, output_oi.dtype(), output_oi.device())?,
-            output: Linear { weight_oi: output_oi, bias_o: Some(output_bias), clip: None },
+            positions_pw: Window::new(audio).position_table(hidden, table_oi.dtype(), table_oi.device())?,
+            output,
             projection_norm: RmsNorm { weight: None, eps: audio.rms_norm_eps },
-            projection: Linear::plain(projection_oi),
+            projection: Linear::load(weights, AUDIO_PROJECTION, [text_hidden, outputs])?,
             audio: audio.clone(),
         })
     }

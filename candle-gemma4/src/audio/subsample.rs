@@ -27,8 +27,8 @@ impl Subsample {
             })
         };
         let name = format!("{SUBSAMPLE}.input_proj_linear.weight");
-        let weight_oi = weights.get(&name, &[audio.hidden_size, audio.subsampled_mels() * second])?;
-        Ok(Self { layers: [layer(0, first, 1)?, layer(1, second, first)?], projection: Linear::plain(weight_oi) })
+        let projection = Linear::load(weights, &name, [audio.hidden_size, audio.subsampled_mels() * second])?;
+        Ok(Self { layers: [layer(0, first, 1)?, layer(1, second, first)?], projection })
     }
 
     /// `[clips, frames, mels]` to `[clips, frames / 4, width]`, quarters rounded up. `is_real [clips][frames]`:

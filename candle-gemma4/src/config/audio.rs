@@ -68,7 +68,7 @@ impl AudioConfig {
         fields.only("hidden_act", "silu")?;
         let config = Self {
             hidden_size: fields.size("hidden_size")?,
-            num_hidden_layers: fields.size("num_hidden_layers")?,
+            num_hidden_layers: fields.listed("num_hidden_layers")?,
             num_attention_heads: fields.size("num_attention_heads")?,
             subsampling_conv_channels: fields.sizes("subsampling_conv_channels")?,
             conv_kernel_size: fields.size("conv_kernel_size")?,

@@ -7,6 +7,9 @@ use crate::error::{Error, Result};
 /// Upper bound of every size in a configuration: keeps products of two sizes inside 64 bits.
 const MAX_SIZE: u64 = i32::MAX as u64;
 
+/// Upper bound of what has tensors of its own, one by one: keeps the list of their names in memory.
+const MAX_LISTED: usize = 4096;
+
 /// One JSON object and the name it has in the file.
 #[derive(Clone, Copy)]
 pub(super) struct Fields<'a> {
@@ -68,6 +71,14 @@ impl<'a> Fields<'a> {
     /// A required whole number of at least 1.
     pub(super) fn size(&self, field: &str) -> Result<usize> {
         self.as_size(field, self.require(field)?)
+    }
+
+    /// A required number of layers or experts, at least 1.
+    pub(super) fn listed(&self, field: &str) -> Result<usize> {
+        match self.size(field)? {
+            count @ ..=MAX_LISTED => Ok(count),
+            _ => Err(self.refuse(field, format!("a whole number from 1 to {MAX_LISTED} is needed"))),
+        }
     }
 
     /// A whole number of at least 1, if the field is there.

@@ -28,7 +28,7 @@ impl MoeConfig {
             return Err(Error::MissingFields { fields: missing });
         }
         let config = Self {
-            num_experts: fields.size("num_experts")?,
+            num_experts: fields.listed("num_experts")?,
             top_k: fields.size("top_k_experts")?,
             intermediate_size: fields.size("moe_intermediate_size")?,
         };

@@ -65,7 +65,7 @@ impl VisionConfig {
         let config = Self {
             hidden_size: fields.size("hidden_size")?,
             intermediate_size: fields.size("intermediate_size")?,
-            num_hidden_layers: fields.size("num_hidden_layers")?,
+            num_hidden_layers: fields.listed("num_hidden_layers")?,
             num_attention_heads: fields.size("num_attention_heads")?,
             num_key_value_heads: fields.size("num_key_value_heads")?,
             head_dim: fields.size("head_dim")?,

@@ -16,7 +16,7 @@ pub(crate) use self::rope::rotate;
 
 /// Numbers that one parallel task works on; a multiple of what a core's cache line and vector units like, small enough
 /// to balance.
-const TASK: usize = 16 * 1024;
+pub(crate) const TASK: usize = 16 * 1024;
 
 /// Whether a tensor can take the one-pass way.
 pub(crate) fn applies(x: &Tensor) -> bool {
@@ -51,7 +51,7 @@ impl Real for f32 {
 }
 
 /// The numbers of a contiguous operand.
-fn slice<'a, T: Real>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
+pub(crate) fn slice<'a, T: Real>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
     match layout.contiguous_offsets() {
         Some((start, end)) => Ok(&storage.as_slice::<T>()?[start..end]),
         None => candle_core::bail!("a one-pass operation needs contiguous operands"),
@@ -91,7 +91,7 @@ macro_rules! with_real {
         }
     };
 }
-use with_real;
+pub(crate) use with_real;
 
 #[cfg(test)]
 pub(crate) mod testing {

@@ -86,7 +86,7 @@ impl CustomOp2 for RmsNorm {
 
     fn bwd(&self, x: &Tensor, weight: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (x_grad, weight_grad) = self.backward(x, Some(weight), grad)?;
-        Ok((Some(x_grad), weight_grad))
+        Ok((Some(x_grad), weight_grad.filter(|_| weight.track_op())))
     }
 }
 

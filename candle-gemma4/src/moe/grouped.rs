@@ -80,8 +80,8 @@ impl CustomOp2 for Gather {
         let dispatch = self.dispatch.clone();
         let x_grad = grad.apply_op2_no_bwd(w, &Scatter { dispatch: dispatch.clone(), side: self.side.other() })?;
         let assignments_first = self.side == Side::OutputsFirst;
-        let w_grad = grad.apply_op2_no_bwd(x, &WeightGradient { dispatch, assignments_first })?;
-        Ok((Some(x_grad), Some(w_grad)))
+        let weight_gradient = || grad.apply_op2_no_bwd(x, &WeightGradient { dispatch, assignments_first });
+        Ok((Some(x_grad), w.track_op().then(weight_gradient).transpose()?))
     }
 }
 
@@ -115,8 +115,8 @@ impl CustomOp2 for Scatter {
         let dispatch = self.dispatch.clone();
         let x_grad = grad.apply_op2_no_bwd(w, &Gather { dispatch: dispatch.clone(), side: self.side.other() })?;
         let assignments_first = self.side == Side::InputsFirst;
-        let w_grad = x.apply_op2_no_bwd(&grad, &WeightGradient { dispatch, assignments_first })?;
-        Ok((Some(x_grad), Some(w_grad)))
+        let weight_gradient = || x.apply_op2_no_bwd(&grad, &WeightGradient { dispatch, assignments_first });
+        Ok((Some(x_grad), w.track_op().then(weight_gradient).transpose()?))
     }
 }
 

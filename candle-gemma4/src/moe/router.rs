@@ -8,6 +8,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use super::{Dispatch, RealRows, integers};
 use crate::config::MoeConfig;
 use crate::linear::Linear;
+use crate::lora::Adapter;
 use crate::norm::{RmsNorm, wide};
 use crate::tap::{Tap, record_numbered};
 use crate::weights::Weights;
@@ -18,7 +19,7 @@ use crate::weights::Weights;
 /// DIFFERENCE: Hugging Face forms the logits in the model's type; in a short one many of them would be equal.
 #[derive(Debug, Clone)]
 pub(crate) struct Router {
-    pub(crate) proj_eh: Tensor,
+    pub(crate) proj: Linear,
     pub(crate) scale_h: Tensor,
     pub(crate) per_expert_scale_e: Tensor,
     pub(crate) top_k: usize,
@@ -51,7 +52,7 @@ impl Router {
     ) -> crate::error::Result<Self> {
         let get = |name: &str, shape: &[usize]| weights.get(&format!("{prefix}.router.{name}"), shape);
         Ok(Self {
-            proj_eh: get("proj.weight", &[moe.num_experts, hidden])?,
+            proj: Linear::load(weights, &format!("{prefix}.router.proj.weight"), [moe.num_experts, hidden])?,
             scale_h: get("scale", &[hidden])?,
             per_expert_scale_e: get("per_expert_scale", &[moe.num_experts])?,
             top_k: moe.top_k,
@@ -63,7 +64,7 @@ impl Router {
     ///
     /// A NaN in a row makes all weights of that row NaN, and with them the experts' output; it disturbs no other row.
     pub(crate) fn forward(&self, x: &Tensor, real: &RealRows) -> Result<Routing> {
-        let (experts, hidden) = self.proj_eh.dims2()?;
+        let (experts, hidden) = self.proj.weight_oi.dims2()?;
         let leading = match x.dims() {
             [leading @ .., last] if *last == hidden && leading.iter().product::<usize>() == real.total() => leading,
             dims => bail!("a router for {} rows of width {hidden} got {dims:?}", real.total()),
@@ -74,7 +75,7 @@ impl Router {
             0 => Tensor::zeros((1, hidden), x.dtype(), x.device())?,
             _ => real.select(&x.reshape((real.total(), hidden))?)?,
         };
-        let logits_re = self.logits(&x_rh)?;
+        let logits_re = self.logits(&x_rh, real)?;
         let mut chosen_rk = choose(&logits_re, self.top_k)?;
         let weights_rk = self.weights(&logits_re, &chosen_rk)?.narrow(0, 0, real.len())?;
         chosen_rk.truncate(real.len() * self.top_k);
@@ -88,12 +89,19 @@ impl Router {
         })
     }
 
-    fn logits(&self, x_rh: &Tensor) -> Result<Tensor> {
+    fn logits(&self, x_rh: &Tensor, real: &RealRows) -> Result<Tensor> {
         let dtype = wide(x_rh.dtype());
         let normed = RmsNorm { weight: None, eps: self.eps }.forward(&x_rh.to_dtype(dtype)?)?;
         let root = (x_rh.dim(1)? as f64).powf(-0.5);
         let scaled = (normed.broadcast_mul(&self.scale_h.to_dtype(dtype)?)? * root)?;
-        Linear::plain(self.proj_eh.to_dtype(dtype)?).forward(&scaled)
+        let mut proj = Linear { weight_oi: self.proj.weight_oi.to_dtype(dtype)?, ..self.proj.clone() };
+        proj.adapter = match (proj.adapter, &real.rows) {
+            // The row of zeros.
+            (Some(adapter), Some(rows)) if rows.is_empty() => Some(Adapter { dropout: None, ..adapter }),
+            (Some(adapter), Some(rows)) => Some(adapter.select(rows)),
+            (adapter, _) => adapter,
+        };
+        proj.forward(&scaled)
     }
 
     /// Softmax over the chosen logits: what softmax over all of them gives after the chosen are scaled to sum 1.

@@ -58,7 +58,8 @@ impl WeightFiles {
         }
     }
 
-    fn open_single(path: PathBuf) -> Result<Self> {
+    /// Opens one file.
+    pub(super) fn open_single(path: PathBuf) -> Result<Self> {
         match WeightFile::open(path.clone())? {
             Opened::Faulty(fault) => Err(Error::WeightFiles { path, files: 1, faults: vec![fault] }),
             Opened::Whole(file) => {
@@ -72,8 +73,9 @@ impl WeightFiles {
         let index = Index::read(&path)?;
         let names: BTreeSet<&str> = index.weight_map.values().map(String::as_str).collect();
         let wrong = |reason: String| Error::WeightIndex { path: path.clone(), reason };
-        if let Some(name) = names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
-            return Err(wrong(format!("\"{name}\" is not the name of a file in the same folder")));
+        let no_file = |name: &&&str| Path::new(name).file_name() != Some(name.as_ref()) || name.contains('\0');
+        if let Some(name) = names.iter().find(no_file) {
+            return Err(wrong(format!("{name:?} is not the name of a file in the same folder")));
         }
         let files = open_all(dir, &path, &index, &names)?;
 

@@ -3,6 +3,8 @@
 mod config_text;
 mod file;
 mod files;
+mod freeze;
+mod lora;
 mod mismatch;
 mod options;
 mod part;
@@ -19,6 +21,7 @@ use candle_core::{DType, Device, Tensor, Var};
 
 pub use self::file::FileFault;
 use self::files::WeightFiles;
+use self::lora::Attached;
 pub use self::mismatch::{Mismatch, OtherPrefix, WrongShape};
 pub use self::options::{LoadOptions, Notice, SaveOptions};
 pub use self::part::Part;
@@ -26,6 +29,7 @@ use self::pieces::Piece;
 use self::save::{Content, Contents};
 use crate::config::{CONFIG_FILE, Config};
 use crate::error::{Error, Result};
+use crate::lora::{DropoutStep, LoraError};
 use crate::names::{self, Role, TensorSpec};
 use crate::random;
 
@@ -42,6 +46,8 @@ pub struct Weights {
     frozen: BTreeMap<String, Tensor>,
     kept: Option<Arc<Kept>>,
     notices: Vec<Notice>,
+    lora: Option<Arc<Attached>>,
+    dropout: Option<DropoutStep>,
 }
 
 /// Tensors that are written back from the files they came from.
@@ -72,6 +78,7 @@ impl Weights {
     /// converts to `dtype`, tensor by tensor. Experts may be stacked or one tensor each.
     ///
     /// # Errors
+    /// A pattern of the options matches no tensor ([`Error::FreezePattern`]).
     /// Files are absent or not as long as their headers say ([`Error::WeightFiles`] names them all); tensors have a
     /// type other than BF16, F16, F32, F64; or the tensors are not exactly those the configuration asks for
     /// ([`Error::Mismatch`] lists all differences at once). All this is found before any tensor is read.
@@ -97,12 +104,11 @@ impl Weights {
         let places = places(&files, specs)?;
         let mut weights = Self::empty();
         weights.notices = files.notices().to_vec();
-        let lacking = options.freeze.iter().filter(|&&part| !specs.iter().any(|spec| Part::of(&spec.name) == part));
-        weights.notices.extend(lacking.map(|&part| Notice::NothingToFreeze { part }));
+        weights.notices.extend(options.freeze.check(specs)?);
 
         let mut kept = Vec::new();
         for (spec, pieces) in places {
-            let trained = spec.is_trained() && !options.freeze.contains(&Part::of(&spec.name));
+            let trained = spec.is_trained() && !options.freeze.covers(&spec.name);
             let name = spec.name.clone();
             if trained {
                 let variable = Var::zeros(spec.shape.as_slice(), dtype, device)?;
@@ -167,30 +173,40 @@ impl Weights {
     /// same names, the folder has no index and does not load. The folder may be the one loaded from.
     ///
     /// # Errors
-    /// A file cannot be written, or the type is not one of BF16, F16, F32, F64.
+    /// A file cannot be written, the type is not one of BF16, F16, F32, F64, or there are adapters
+    /// ([`LoraError::Attached`]).
     pub fn save_with(&self, dir: &Path, config: &Config, options: &SaveOptions) -> Result<()> {
-        options.dtype.map_or(Ok(()), check_dtype)?;
-        let failed = |cause| Error::Io { action: "create", path: dir.to_path_buf(), cause };
-        std::fs::create_dir_all(dir).map_err(failed)?;
-        save::save_weights(dir, &self.contents(options), options.max_shard_bytes)?;
+        if self.lora.is_some() {
+            return Err(LoraError::Attached.into());
+        }
+        let mut contents = self.unchanged(options);
+        for (name, variable) in &self.variables {
+            let dtype = options.dtype.unwrap_or(variable.dtype());
+            contents.insert(name.clone(), Content::Tensor { tensor: variable.as_tensor(), dtype });
+        }
         let trained = self.variables.values().next().map(|variable| variable.dtype());
         let text = match options.dtype.or(trained) {
             Some(dtype) => config_text::with_dtype(&config.to_json(), dtype)?,
             None => config.to_json(),
         };
-        save::save_text(&dir.join(CONFIG_FILE), &text)
+        self.write(dir, &contents, options, &text)
     }
 
-    /// Everything that is saved: trained tensors converted, others as they were.
-    fn contents(&self, options: &SaveOptions) -> Contents<'_> {
-        let converted = |tensor: &Tensor| options.dtype.unwrap_or(tensor.dtype());
+    fn write(&self, dir: &Path, contents: &Contents, options: &SaveOptions, config: &str) -> Result<()> {
+        options.dtype.map_or(Ok(()), check_dtype)?;
+        let failed = |cause| Error::Io { action: "create", path: dir.to_path_buf(), cause };
+        std::fs::create_dir_all(dir).map_err(failed)?;
+        save::save_weights(dir, contents, options.max_shard_bytes)?;
+        save::save_text(&dir.join(CONFIG_FILE), config)
+    }
+
+    /// Everything that training does not change, as it was.
+    fn unchanged(&self, options: &SaveOptions) -> Contents<'_> {
         let mut contents = Contents::new();
-        for (name, variable) in &self.variables {
-            let tensor = variable.as_tensor();
-            contents.insert(name.clone(), Content::Tensor { tensor, dtype: converted(tensor) });
-        }
-        for (name, tensor) in &self.buffers {
-            contents.insert(name.clone(), Content::Tensor { tensor, dtype: converted(tensor) });
+        // Frozen tensors that are in no file are those of fresh weights, or were frozen after they had been loaded.
+        for (name, tensor) in self.frozen.iter().chain(&self.buffers) {
+            let dtype = options.dtype.unwrap_or(tensor.dtype());
+            contents.insert(name.clone(), Content::Tensor { tensor, dtype });
         }
         if let Some(kept) = &self.kept {
             contents.extend(kept.tensors.iter().map(|tensor| (tensor.name.clone(), kept.content(tensor))));
@@ -238,7 +254,21 @@ impl Weights {
             frozen: BTreeMap::new(),
             kept: None,
             notices: Vec::new(),
+            lora: None,
+            dropout: None,
         }
+    }
+}
+
+impl Weights {
+    fn kept(&self, name: &str) -> Option<(&Kept, &KeptTensor)> {
+        let kept = self.kept.as_deref()?;
+        Some((kept, kept.tensors.iter().find(|tensor| tensor.name == name)?))
+    }
+
+    /// The type that a tensor has in the files it is written back from; `None` if it is not.
+    fn kept_dtype(&self, name: &str) -> Result<Option<DType>> {
+        self.kept(name).map(|(kept, tensor)| kept.files.dtype(&tensor.pieces[0])).transpose()
     }
 }
 

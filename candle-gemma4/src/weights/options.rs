@@ -1,17 +1,18 @@
 //! How weights are loaded and saved, and what a load has to say.
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::path::PathBuf;
 
 use candle_core::DType;
 
+use super::freeze::Freeze;
 use super::part::Part;
+use crate::error::Result;
 
 /// How weights are loaded. The default trains every tensor that can be trained.
 #[derive(Debug, Clone, Default)]
 pub struct LoadOptions {
-    pub(super) freeze: BTreeSet<Part>,
+    pub(super) freeze: Freeze,
 }
 
 impl LoadOptions {
@@ -24,8 +25,19 @@ impl LoadOptions {
     /// gradient, and [`crate::Weights::save`] writes them back as they were in the files.
     #[must_use]
     pub fn freeze(mut self, parts: impl IntoIterator<Item = Part>) -> Self {
-        self.freeze.extend(parts);
+        self.freeze.parts.extend(parts);
         self
+    }
+
+    /// The same for tensors whose whole name matches one of some patterns: `*` stands for any letters, dots included.
+    ///
+    /// # Errors
+    /// A pattern cannot be read. One that matches no tensor is found when the weights are loaded.
+    pub fn freeze_matching<'a>(mut self, patterns: impl IntoIterator<Item = &'a str>) -> Result<Self> {
+        for pattern in patterns {
+            self.freeze.patterns.push(Freeze::pattern(pattern)?);
+        }
+        Ok(self)
     }
 }
 

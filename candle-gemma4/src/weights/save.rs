@@ -17,14 +17,20 @@ use crate::error::{Error, Result};
 pub(super) enum Content<'a> {
     /// A tensor, converted.
     Tensor { tensor: &'a Tensor, dtype: DType },
+    /// A tensor that is made when it is written, and has this type and shape.
+    Computed { compute: Compute<'a>, shape: Vec<usize>, dtype: DType },
     /// Bytes of other files, one run after the other.
     Bytes { dtype: Dtype, shape: Vec<usize>, runs: Vec<&'a [u8]> },
 }
+
+/// Makes a tensor.
+type Compute<'a> = Box<dyn Fn() -> Result<Tensor> + 'a>;
 
 impl Content<'_> {
     fn len(&self) -> usize {
         match self {
             Self::Tensor { tensor, dtype } => tensor.elem_count() * dtype.size_in_bytes(),
+            Self::Computed { shape, dtype, .. } => shape.iter().product::<usize>() * dtype.size_in_bytes(),
             Self::Bytes { runs, .. } => runs.iter().map(|run| run.len()).sum(),
         }
     }
@@ -63,6 +69,15 @@ pub(super) fn save_weights(dir: &Path, contents: &Contents, max_shard_bytes: u64
     new_index.publish()?;
     remove(&single)?;
     remove_shards(dir, &names)
+}
+
+/// Writes one file of tensors and a text that belongs to it; both are complete before either is moved into its place.
+pub(super) fn save_pair(path: &Path, contents: &Contents, text_path: &Path, text: &str) -> Result<()> {
+    let names: Vec<&str> = contents.keys().map(String::as_str).collect();
+    let tensors = Pending::tensors(path, contents, &names)?;
+    let text = Pending::text(text_path, text)?;
+    tensors.publish()?;
+    text.publish()
 }
 
 /// Writes a text file.
@@ -130,7 +145,7 @@ impl Pending {
             std::fs::set_permissions(temporary, permissions)
         });
         match failure.into_inner() {
-            Some(error) => Err(Error::Candle(error)),
+            Some(error) => Err(error),
             None => written,
         }
     }
@@ -165,13 +180,13 @@ impl Drop for Pending {
 /// One tensor on its way into a file. The format's writer takes no errors from a tensor, so the first one is kept.
 struct ContentView<'a> {
     content: &'a Content<'a>,
-    failure: &'a RefCell<Option<candle_core::Error>>,
+    failure: &'a RefCell<Option<Error>>,
 }
 
 impl View for ContentView<'_> {
     fn dtype(&self) -> Dtype {
         match self.content {
-            Content::Tensor { dtype, .. } => (*dtype).into(),
+            Content::Tensor { dtype, .. } | Content::Computed { dtype, .. } => (*dtype).into(),
             Content::Bytes { dtype, .. } => *dtype,
         }
     }
@@ -179,7 +194,7 @@ impl View for ContentView<'_> {
     fn shape(&self) -> &[usize] {
         match self.content {
             Content::Tensor { tensor, .. } => tensor.dims(),
-            Content::Bytes { shape, .. } => shape,
+            Content::Computed { shape, .. } | Content::Bytes { shape, .. } => shape,
         }
     }
 
@@ -189,15 +204,9 @@ impl View for ContentView<'_> {
                 [run] => Cow::Borrowed(run),
                 runs => Cow::Owned(runs.concat()),
             },
-            Content::Tensor { tensor, dtype } => {
-                let converted = tensor.to_dtype(*dtype).and_then(|tensor| tensor.to_device(&Device::Cpu));
-                Cow::Owned(converted.map_or_else(
-                    |error| {
-                        self.failure.borrow_mut().get_or_insert(error);
-                        vec![0; self.data_len()]
-                    },
-                    |tensor| View::data(&tensor).into_owned(),
-                ))
+            Content::Tensor { tensor, dtype } => self.bytes(converted(tensor, *dtype)),
+            Content::Computed { compute, dtype, .. } => {
+                self.bytes(compute().and_then(|tensor| converted(&tensor, *dtype)))
             }
         }
     }
@@ -205,6 +214,22 @@ impl View for ContentView<'_> {
     fn data_len(&self) -> usize {
         self.content.len()
     }
+}
+
+impl ContentView<'_> {
+    fn bytes(&self, tensor: Result<Tensor>) -> Cow<'_, [u8]> {
+        Cow::Owned(tensor.map_or_else(
+            |error| {
+                self.failure.borrow_mut().get_or_insert(error);
+                vec![0; self.data_len()]
+            },
+            |tensor| View::data(&tensor).into_owned(),
+        ))
+    }
+}
+
+fn converted(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
+    Ok(tensor.to_dtype(dtype)?.to_device(&Device::Cpu)?)
 }
 
 /// Removes the shards of earlier saves.

@@ -1,6 +1,8 @@
 //! Reading fixtures and comparing tensors.
 #![allow(dead_code)] // every test program uses a part of this
 
+pub mod adapters;
+
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
@@ -140,6 +142,13 @@ pub fn run(config: &Config, weights: &Weights, case: &Case) -> Run {
         gradients,
         embeds_gradient: store.get(&leaf).unwrap().clone(),
     }
+}
+
+/// Small numbers that all differ, from -0.2 to 0.2.
+pub fn numbers(shape: &[usize], start: f64) -> Tensor {
+    let count = shape.iter().product::<usize>();
+    let values: Vec<f32> = (0..count).map(|i| (0.2 * (start + 1.7 * i as f64).sin()) as f32).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
 pub fn values(x: &Tensor) -> Vec<f64> {

@@ -5,6 +5,7 @@
     python make_text_only.py
     python make_towers.py
     python make_families.py
+    python make_lora.py
 
 Rewrites one folder per variant beside this file. Weights, pixels and tokens are random, from fixed seeds.
 """

@@ -23,30 +23,39 @@ pub(super) fn mark(body: String) -> String {
 /// The template with every generation tag replaced by a block of `filter`; `None` if it has none.
 pub(super) fn replace_tags(source: &str, filter: &str) -> Option<String> {
     let mut result = String::with_capacity(source.len());
-    let (mut rest, mut found) = (source, false);
-    while let Some(at) = rest.find('{') {
-        result.push_str(&rest[..at]);
-        rest = &rest[at..];
-        let skip = match rest.as_bytes().get(1) {
-            Some(b'#') => rest.find("#}").map_or(rest.len(), |end| end + 2),
-            Some(b'{') => tag_end(rest, "}}"),
-            Some(b'%') => {
-                let end = raw_end(rest).unwrap_or_else(|| tag_end(rest, "%}"));
-                if let Some(tag) = replaced(&rest[..end], filter) {
-                    result.push_str(&tag);
-                    rest = &rest[end..];
-                    found = true;
-                    continue;
-                }
-                end
-            }
-            _ => 1,
-        };
-        result.push_str(&rest[..skip]);
-        rest = &rest[skip..];
+    let (mut end, mut found) = (0, false);
+    for tag in tags(source) {
+        if let Some(new) = replaced(&source[tag.clone()], filter) {
+            result.push_str(&source[end..tag.start]);
+            result.push_str(&new);
+            end = tag.end;
+            found = true;
+        }
     }
-    result.push_str(rest);
+    result.push_str(&source[end..]);
     found.then_some(result)
+}
+
+/// The places of all tags `{{ ... }}` and `{% ... %}`; comments and raw blocks have none inside.
+pub(super) fn tags(source: &str) -> impl Iterator<Item = Range<usize>> {
+    let mut next = 0;
+    std::iter::from_fn(move || {
+        while let Some(found) = source[next..].find('{') {
+            let start = next + found;
+            let rest = &source[start..];
+            let (length, is_tag) = match rest.as_bytes().get(1) {
+                Some(b'#') => (rest.find("#}").map_or(rest.len(), |end| end + 2), false),
+                Some(b'{') => (tag_end(rest, "}}"), true),
+                Some(b'%') => raw_end(rest).map_or_else(|| (tag_end(rest, "%}"), true), |end| (end, false)),
+                _ => (1, false),
+            };
+            next = start + length;
+            if is_tag {
+                return Some(start..next);
+            }
+        }
+        None
+    })
 }
 
 /// Length of a tag, its closing delimiter among it; delimiters inside quotes do not close it.
@@ -67,22 +76,20 @@ fn tag_end(tag: &str, close: &str) -> usize {
     tag.len()
 }
 
-/// Length of a raw block up to its end tag, if the text starts with one.
+/// Length of a raw block up to its end tag, or to the end of the text, if the text starts with one.
 fn raw_end(source: &str) -> Option<usize> {
+    const END: &str = "endraw";
     let tag = &source[..source.find("%}")? + 2];
     if inner(tag)?.1 != "raw" {
         return None;
     }
-    let mut at = tag.len();
-    while let Some(start) = source[at..].find("{%") {
-        at += start;
-        let end = at + source[at..].find("%}")? + 2;
-        if inner(&source[at..end])?.1 == "endraw" {
-            return Some(at);
-        }
-        at += 2;
-    }
-    None
+    let start = |(at, _): (usize, &str)| {
+        let head = source[..at].trim_end();
+        let head = head.strip_suffix(['-', '+']).unwrap_or(head).strip_suffix("{%")?;
+        let tail = source[at + END.len()..].trim_start();
+        tail.strip_prefix(['-', '+']).unwrap_or(tail).starts_with("%}").then_some(head.len())
+    };
+    Some(source.match_indices(END).find_map(start).unwrap_or(source.len()))
 }
 
 /// The replacement of one `{% ... %}`, with its whitespace control; `None` for other tags.

@@ -22,8 +22,11 @@ pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value
             Ok(three(text.rsplit_once(separator).map_or(["", "", text], |(head, tail)| [head, separator, tail])))
         }
         "rsplit" => {
-            let (separator, most): (&str, Option<usize>) = from_args(args)?;
-            let mut parts: Vec<_> = text.rsplitn(most.map_or(usize::MAX, |n| n + 1), separator).collect();
+            let (separator, most): (&str, Option<i64>) = from_args(args)?;
+            // As in Python, a negative number is no limit.
+            let most =
+                most.and_then(|most| usize::try_from(most).ok()).map_or(usize::MAX, |most| most.saturating_add(1));
+            let mut parts: Vec<_> = text.rsplitn(most, separator).collect();
             parts.reverse();
             Ok(parts.into_iter().map(Value::from).collect())
         }

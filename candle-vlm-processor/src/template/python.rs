@@ -6,12 +6,16 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Value,
 
 use super::{generation, json, methods};
 
+/// Most steps of a template; 64 bytes that it handles count as one. A chat of a million tokens is far below it.
+const FUEL: u64 = 10_000_000;
+
 /// An engine with the settings, functions and filters that transformers gives to chat templates.
 pub(super) fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     environment.set_syntax(syntax.expect("only whitespace settings are changed"));
     environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_fuel(Some(FUEL));
     environment.set_unknown_method_callback(methods::call);
     environment.set_formatter(write_value);
     environment.add_filter("tojson", json::tojson);

@@ -12,6 +12,7 @@ use self::reference::{Answer, NAMES, Problem};
 use super::router::Routing;
 use super::{Dispatch, Experts, RealRows, Router};
 use crate::fused::testing::random;
+use crate::linear::Linear;
 
 impl Problem {
     fn new(rows: usize, experts: usize, top_k: usize) -> Result<Self> {
@@ -61,7 +62,8 @@ impl Problem {
     fn run_with(&self, vars: Vec<Var>) -> Result<Run> {
         let [x, z, proj_eh, scale_h, per_expert_scale_e, gate_up_ewh, down_ehw] =
             std::array::from_fn(|i| vars[i].as_tensor().clone());
-        let router = Router { proj_eh, scale_h, per_expert_scale_e, top_k: self.top_k, eps: self.eps };
+        let router =
+            Router { proj: Linear::plain(proj_eh), scale_h, per_expert_scale_e, top_k: self.top_k, eps: self.eps };
         let routing = router.forward(&x, &RealRows::from_mask(&self.is_real))?;
         let experts = Experts { gate_up_ewh, down_ehw };
         let y = experts.forward(&z, &routing.dispatch, &routing.weights_rk)?;
@@ -264,7 +266,7 @@ fn any_strides_and_leading_dimensions_do() -> Result<()> {
             }
         }
     });
-    let router = Router { proj_eh: proj, scale_h: scale, per_expert_scale_e, top_k: 3, eps: problem.eps };
+    let router = Router { proj: Linear::plain(proj), scale_h: scale, per_expert_scale_e, top_k: 3, eps: problem.eps };
     let experts = Experts { gate_up_ewh: gate_up, down_ehw: down };
     // [4, 3, hidden] as a view of [3, 4, hidden].
     let swapped = |x: &Tensor| x.reshape((4, 3, problem.hidden))?.transpose(0, 1)?.contiguous()?.transpose(0, 1);
@@ -360,7 +362,7 @@ fn misfits_are_told() -> Result<()> {
     let run = problem.run(DType::F64)?;
     let get = |name: &str| problem.tensor(name, DType::F64);
     let (proj_eh, scale_h, per_expert_scale_e) = (get("proj")?, get("scale")?, get("per_expert_scale")?);
-    let router = Router { proj_eh, scale_h, per_expert_scale_e, top_k: 2, eps: 1e-6 };
+    let router = Router { proj: Linear::plain(proj_eh), scale_h, per_expert_scale_e, top_k: 2, eps: 1e-6 };
     let told = |result: Result<Routing>| result.unwrap_err().to_string();
     assert!(told(router.forward(&get("x")?, &RealRows::all(5))).contains("5 rows of width 6 got [6, 6]"));
     let experts = Experts { gate_up_ewh: get("gate_up")?, down_ehw: get("down")? };

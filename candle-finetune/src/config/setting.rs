@@ -1,0 +1,125 @@
+//! One setting: its names, its text, and what is allowed.
+
+use super::Config;
+use crate::error::{Error, Result};
+use crate::names;
+
+/// One setting of a run, by key of the settings file and by flag.
+#[derive(Clone, Copy)]
+pub struct Setting {
+    /// Section and key in the settings file, such as `train.steps`; also a flag, `--train.steps`.
+    pub key: &'static str,
+    /// A shorter flag, with its dashes.
+    pub flag: Option<&'static str>,
+    /// What the value is, for a help text; empty for a switch, which may stand without a value.
+    pub value: &'static str,
+    /// What it does and what it is without being given.
+    pub help: &'static str,
+    /// A value that can be used.
+    pub(super) example: &'static str,
+    /// Takes a text, or tells what is allowed.
+    pub(super) set: fn(&mut Config, &str) -> std::result::Result<(), String>,
+    /// The value of the moment; `None` if there is none.
+    pub(super) get: fn(&Config) -> Option<toml::Value>,
+}
+
+impl std::fmt::Debug for Setting {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str(self.key)
+    }
+}
+
+impl Setting {
+    /// By key, or by flag with its dashes.
+    pub(super) fn find(name: &str) -> Result<&'static Self> {
+        let key = name.strip_prefix("--").unwrap_or(name);
+        let found = Config::SETTINGS.iter().find(|setting| setting.key == key || setting.flag == Some(name));
+        found.ok_or_else(|| {
+            let nearest = Self::nearest(key).map(|setting| setting.name().to_string());
+            Error::UnknownFlag { flag: name.to_string(), nearest }
+        })
+    }
+
+    /// The setting that was most likely meant by a key: one of that name in another section, or a name that is near.
+    pub(super) fn nearest(key: &str) -> Option<&'static Self> {
+        let last = key.rsplit('.').next().unwrap_or(key);
+        let elsewhere =
+            Config::SETTINGS.iter().find(|setting| setting.last() == last || setting.flag_name() == Some(last));
+        let by_key = || {
+            let keys: Vec<&str> = Config::SETTINGS.iter().map(|setting| setting.key).collect();
+            names::nearest(key, &keys).and_then(|near| Config::SETTINGS.iter().find(|setting| setting.key == near))
+        };
+        let by_last = || {
+            let lasts: Vec<&str> =
+                Config::SETTINGS.iter().flat_map(|s| [Some(s.last()), s.flag_name()]).flatten().collect();
+            let near = names::nearest(last, &lasts)?;
+            Config::SETTINGS.iter().find(|setting| setting.last() == near || setting.flag_name() == Some(near))
+        };
+        elsewhere.or_else(by_key).or_else(by_last)
+    }
+
+    /// Without its section.
+    fn last(&self) -> &'static str {
+        self.key.rsplit('.').next().unwrap_or(self.key)
+    }
+
+    fn flag_name(&self) -> Option<&'static str> {
+        self.flag.and_then(|flag| flag.strip_prefix("--"))
+    }
+
+    /// The section of the settings file, and the key in it.
+    pub(super) fn section(&self) -> (&'static str, &'static str) {
+        self.key.split_once('.').expect("every key has a section")
+    }
+
+    /// The name on the command line.
+    pub fn name(&self) -> String {
+        self.flag.map_or_else(|| format!("--{}", self.key), str::to_string)
+    }
+
+    /// Sets a value given on the command line.
+    pub(super) fn set_flag(&self, config: &mut Config, text: &str) -> Result<()> {
+        (self.set)(config, text).map_err(|allowed| {
+            let name = self.name();
+            let fix = format!("write for example {name} {}", self.example);
+            Error::flag(name, text, allowed, fix)
+        })
+    }
+
+    /// Sets a value of the settings file; the error is a message.
+    pub(super) fn set_value(&self, config: &mut Config, value: &toml::Value) -> std::result::Result<(), String> {
+        let Some(text) = text(value) else {
+            return Err(format!(
+                "{} = {value}: a {} is no value of it; {}",
+                self.key,
+                value.type_str(),
+                self.in_file()
+            ));
+        };
+        let told = |allowed| format!("{} = {value}: allowed is {allowed}; {}", self.key, self.in_file());
+        (self.set)(config, &text).map_err(told)
+    }
+
+    fn in_file(&self) -> String {
+        let mut sample = Config::default();
+        (self.set)(&mut sample, self.example).expect("an example can be used");
+        let (section, key) = self.section();
+        let value = (self.get)(&sample).map_or_else(|| self.example.to_string(), |value| value.to_string());
+        format!("write for example {key} = {value} in [{section}]")
+    }
+}
+
+/// A value as the text that a command line has for it.
+pub(super) fn text(value: &toml::Value) -> Option<String> {
+    match value {
+        toml::Value::String(text) => Some(text.clone()),
+        toml::Value::Integer(number) => Some(number.to_string()),
+        toml::Value::Float(number) => Some(number.to_string()),
+        toml::Value::Boolean(yes) => Some(yes.to_string()),
+        toml::Value::Array(values) => {
+            let texts = values.iter().map(|value| value.as_str().map(str::to_string));
+            Some(texts.collect::<Option<Vec<_>>>()?.join(","))
+        }
+        toml::Value::Datetime(_) | toml::Value::Table(_) => None,
+    }
+}

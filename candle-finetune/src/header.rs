@@ -1,0 +1,36 @@
+//! The first lines of a run: what is trained on what, how, and by what.
+
+use candle_cp::instructions;
+
+use crate::config::Config;
+use crate::job::Job;
+use crate::jsonl::counted;
+
+impl Job {
+    /// Lines of a name and a value.
+    pub fn header(&self, config: &Config) -> Vec<(&'static str, String)> {
+        let text = &self.model.text;
+        let from =
+            config.model.as_ref().map_or("from nothing".to_string(), |model| format!("from {}", model.display()));
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let mut lines = vec![
+            ("model", format!("Gemma 4, {} layers of width {}, {from}", text.num_hidden_layers, text.hidden_size)),
+            ("data", self.data_summary(config)),
+            (
+                "run",
+                format!(
+                    "{} of {} x {} x {} tokens, {} ({})",
+                    counted(self.steps(), "step"),
+                    counted(config.accumulate, "batch"),
+                    counted(config.batch_rows, "row"),
+                    config.seq_len,
+                    counted(config.cp, "rank"),
+                    config.layout
+                ),
+            ),
+            ("device", format!("CPU, {}; attention: {}", counted(threads, "thread"), instructions())),
+        ];
+        lines.push(("settings", config.to_lines().join("\n")));
+        lines
+    }
+}

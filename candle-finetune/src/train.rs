@@ -1,0 +1,201 @@
+//! The training loop of all ranks.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use candle_core::{Device, Tensor};
+use candle_cp::Communicator;
+use candle_cp::comm::threads;
+use candle_gemma4::Weights;
+
+use crate::config::Config;
+use crate::error::Result;
+use crate::evaluate::{Scores, evaluate};
+use crate::job::Job;
+use crate::packing::{Batch, Packer};
+use crate::report::{StepReport, ValidationReport};
+use crate::sample::Position;
+use crate::saves::Save;
+use crate::trainer::Trainer;
+
+/// Longest time that a rank waits for another one. Rank 0 may write a large checkpoint meanwhile; a rank that fails is
+/// noticed at once.
+const DEADLINE: Duration = Duration::from_secs(3600);
+
+/// Called on every rank after every step, with the rank; an error ends the run on all ranks.
+pub type Observer<'a> = dyn Fn(usize, &StepReport) -> Result<()> + Sync + 'a;
+
+/// What goes on beside training. An error ends the run on all ranks.
+pub trait Watcher: Sync {
+    /// Something that a user should know, about data or weights; rank 0 only, before the first step.
+    fn notice(&self, _text: &str) {}
+
+    /// After every step, on every rank.
+    ///
+    /// # Errors
+    /// Its own.
+    fn step(&self, _rank: usize, _report: &StepReport) -> Result<()> {
+        Ok(())
+    }
+
+    /// After every validation; rank 0 only.
+    ///
+    /// # Errors
+    /// Its own.
+    fn validation(&self, _report: &ValidationReport) -> Result<()> {
+        Ok(())
+    }
+
+    /// After every step: what to do before the next one; rank 0 only.
+    fn next(&self, _step: usize) -> Next {
+        Next::GoOn
+    }
+
+    /// Where [`Watcher::next`] asked for it: state of the run after the last step; rank 0 only, the others wait.
+    ///
+    /// # Errors
+    /// Its own.
+    fn save(&self, _trainer: &Trainer, _position: Position) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// What to do after a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    /// The next step.
+    GoOn,
+    /// Save, then the next step.
+    Save,
+    /// Save, then end the run early.
+    Stop,
+}
+
+struct Observed<'a>(&'a Observer<'a>);
+
+impl Watcher for Observed<'_> {
+    fn step(&self, rank: usize, report: &StepReport) -> Result<()> {
+        (self.0)(rank, report)
+    }
+}
+
+/// What training left: the same on every rank.
+#[derive(Debug)]
+pub struct Trained {
+    /// One report per step of this process, with rank 0's clock.
+    pub reports: Vec<StepReport>,
+    /// Counts over the held-out batches.
+    pub scores: Scores,
+    /// The trained weights.
+    pub weights: Weights,
+    /// The run was ended before its last step.
+    pub stopped: bool,
+}
+
+/// As [`train_watched`] from the beginning, with a function that sees every step.
+///
+/// # Errors
+/// As [`train_watched`].
+pub fn train(job: &Job, config: &Config, observer: &Observer) -> Result<Trained> {
+    train_watched(job, config, None, &Observed(observer))
+}
+
+/// Trains on `config.cp` ranks, which are threads, and evaluates; writes nothing by itself. With `from` it goes on where
+/// that checkpoint was written.
+///
+/// # Errors
+/// The error of the first rank that failed, with its number; all ranks end.
+pub fn train_watched(job: &Job, config: &Config, from: Option<&Save>, watcher: &dyn Watcher) -> Result<Trained> {
+    let held_out = job.held_out(config)?;
+    job.notices().iter().for_each(|found| watcher.notice(found));
+    let rank = |comm: Arc<dyn Communicator>| {
+        let mut trainer = match from {
+            Some(save) => Trainer::resume(job, config, comm, save)?,
+            None => Trainer::new(job, config, comm)?,
+        };
+        let mut batches = job.training(config);
+        if let Some(save) = from {
+            batches.seek(save.state.position)?;
+        }
+        if trainer.comm().rank() == 0 {
+            trainer.notices().iter().for_each(|found| watcher.notice(found));
+        }
+        let (reports, scores, stopped) = steps(&mut trainer, &mut batches, &held_out, watcher)?;
+        let scores = match scores {
+            Some(scores) => scores,
+            None if stopped => Scores::default(),
+            None => evaluate(&trainer, &held_out)?,
+        };
+        Ok::<_, crate::Error>(Trained { reports, scores, weights: trainer.into_weights(), stopped })
+    };
+    let options = threads::Options { deadline: DEADLINE, ..threads::Options::default() };
+    let mut ranks = threads::run(config.cp, &options, rank)?;
+    Ok(ranks.swap_remove(0))
+}
+
+/// All steps that are left: their reports, the scores if the last one was validated, and whether the run was stopped.
+fn steps(
+    trainer: &mut Trainer,
+    batches: &mut Packer,
+    held_out: &[Batch],
+    watcher: &dyn Watcher,
+) -> Result<(Vec<StepReport>, Option<Scores>, bool)> {
+    let (job, config) = (trainer.job(), trainer.config());
+    let validate_every = job.validate_every(config);
+    let rank = trainer.comm().rank();
+    let mut reports = Vec::new();
+    let mut scores = None;
+    while trainer.optimizer().steps() < job.steps() {
+        let step_batches = next_step(batches, config.accumulate)?;
+        let epoch = epochs(batches);
+        let report = StepReport { epoch: Some(epoch), ..trainer.step(&step_batches)? };
+        watcher.step(rank, &report)?;
+        reports.push(report);
+
+        let step = report.step;
+        let due = |every: usize| step.is_multiple_of(every) || step == job.steps();
+        scores = match validate_every.is_some_and(due) {
+            true => Some(evaluate(trainer, held_out)?),
+            false => None,
+        };
+        if let Some(val_loss) = scores.as_ref().and_then(Scores::loss).filter(|_| rank == 0) {
+            let val_tokens = scores.as_ref().map_or(0, Scores::tokens);
+            let seconds = trainer.seconds();
+            watcher.validation(&ValidationReport { step, epoch: Some(epoch), val_loss, val_tokens, seconds })?;
+        }
+        if after(trainer, batches.position(), watcher)? == Next::Stop && step < job.steps() {
+            return Ok((reports, scores, true));
+        }
+    }
+    Ok((reports, scores, false))
+}
+
+/// Rank 0 decides, so that all ranks do the same.
+fn after(trainer: &Trainer, position: Position, watcher: &dyn Watcher) -> Result<Next> {
+    let rank = trainer.comm().rank();
+    let next = if rank == 0 { watcher.next(trainer.optimizer().steps()) } else { Next::GoOn };
+    if rank == 0 && next != Next::GoOn {
+        watcher.save(trainer, position)?;
+    }
+    let stop = Tensor::new(&[f32::from(u8::from(next == Next::Stop))], &Device::Cpu)?;
+    let stop = trainer.comm().broadcast(&stop, 0)?.to_vec1::<f32>()?[0] > 0.0;
+    Ok(if stop { Next::Stop } else { next })
+}
+
+/// The batches of one step: as many as are accumulated, or what is left of the epoch.
+fn next_step(batches: &mut Packer, accumulate: usize) -> Result<Vec<Batch>> {
+    let mut step = vec![batches.next_training_batch()?];
+    while step.len() < accumulate {
+        match batches.next_batch()? {
+            Some(batch) => step.push(batch),
+            None => break,
+        }
+    }
+    Ok(step)
+}
+
+/// Epochs that are done.
+fn epochs(batches: &mut Packer) -> f64 {
+    let Position { epoch, taken } = batches.position();
+    epoch as f64 + taken as f64 / batches.epoch_len().max(1) as f64
+}

@@ -1,0 +1,131 @@
+//! Lines of a data file: exactly the answers and the tokens that end them are supervised, shown by decoded text.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use candle_finetune::jsonl::Lines;
+use candle_finetune::{Encoder, Error, Part, Result};
+use candle_gemma4::Config;
+
+fn checkpoint() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/gemma4-dense/checkpoint")
+}
+
+/// The checkpoint's folder with another template, if there is one.
+fn folder(template: Option<&str>) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json", "processor_config.json", "chat_template.jinja"] {
+        fs::copy(checkpoint().join(name), dir.path().join(name)).unwrap();
+    }
+    if let Some(template) = template {
+        fs::write(dir.path().join("chat_template.jinja"), template).unwrap();
+    }
+    // 24 x 12 pixels grow to 132 x 60, which is 11 x 5 soft tokens.
+    image::RgbImage::new(24, 12).save(dir.path().join("ok.png")).unwrap();
+    dir
+}
+
+fn read(folder: &Path, lines: &[&str]) -> Result<Lines> {
+    let path = folder.join("data.jsonl");
+    fs::write(&path, lines.join("\n")).unwrap();
+    Lines::read(&path, Encoder::from_folder(folder, &Config::from_folder(&checkpoint()).unwrap()).unwrap())
+}
+
+/// The supervised stretches of each line's tokens, decoded one by one.
+fn supervised(lines: &Lines) -> Vec<Vec<String>> {
+    let decode = |index| {
+        let tokens = lines.sample(index).unwrap().tokens;
+        let stretches = tokens.chunk_by(|a, b| a.learned.is_some() == b.learned.is_some());
+        let ids = stretches.filter(|stretch| stretch[0].learned.is_some()).map(|s| s.iter().map(|t| t.id).collect());
+        ids.map(|ids: Vec<u32>| lines.encoder().tokenizer().decode(&ids, false).unwrap()).collect()
+    };
+    (0..lines.len()).map(decode).collect()
+}
+
+const LINES: [(&str, &[&str]); 13] = [
+    (
+        r#"{"messages": [{"role": "user", "content": "Sky?"}, {"role": "assistant", "content": "Blue."}, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]}"#,
+        &["Blue.<turn|>", "Yes.<turn|>"],
+    ),
+    (
+        r#"{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sky?"}, {"role": "assistant", "content": "Blue."}]}"#,
+        &["Blue.<turn|>"],
+    ),
+    (
+        r#"{"messages": [{"role": "user", "content": "Tide?"}, {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "tide", "arguments": {}}}]}, {"role": "tool", "content": "4.2 m"}, {"role": "assistant", "content": "High."}], "tools": [{"type": "function", "function": {"name": "tide"}}]}"#,
+        &["<turn|>", "High.<turn|>"],
+    ),
+    (
+        r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}, {"role": "user", "content": "More"}, {"role": "assistant", "content": "Yes."}]}"#,
+        &["<turn|>", "Yes.<turn|>"],
+    ),
+    (
+        r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": [{"type": "image", "image": "ok.png"}, {"type": "text", "text": "Wide?"}]}, {"role": "assistant", "content": "Wide."}]}"#,
+        &["Yes?<turn|>", "Wide.<turn|>"],
+    ),
+    (
+        r#"{"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}, {"role": "assistant", "content": "Two."}], "images": ["ok.png", "ok.png"]}"#,
+        &["Two.<turn|>"],
+    ),
+    // A picture in an answer is no model's writing.
+    (
+        r#"{"messages": [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": [{"type": "text", "text": "See"}, {"type": "image", "path": "ok.png"}, {"type": "text", "text": "there"}]}]}"#,
+        &["See", "there<turn|>"],
+    ),
+    (
+        r#"{"messages": [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One."}, {"role": "assistant", "content": "Two."}]}"#,
+        &["One.<turn|>", "Two.<turn|>"],
+    ),
+    (
+        r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "A."}, {"role": "user", "content": "B?"}]}"#,
+        &["A.<turn|>"],
+    ),
+    (
+        r#"{"messages": [{"role": "user", "content": "model\n"}, {"role": "assistant", "content": " model\nOù ? 🌊 \n"}]}"#,
+        &["model\nOù ? 🌊<turn|>"],
+    ),
+    (r#"{"prompt": "Sky?", "completion": " Blue.\n"}"#, &["Blue.<turn|>"]),
+    (
+        r#"{"prompt": "<|image|>Wide?<|image|>", "completion": "Wide.", "images": ["ok.png", "ok.png"]}"#,
+        &["Wide.<turn|>"],
+    ),
+    (r#"{"text": "A text.\n"}"#, &["A text.\n<eos>"]),
+];
+
+#[test]
+fn answers_and_their_ends_are_supervised_and_nothing_else() {
+    let folder = folder(None);
+    let lines = read(folder.path(), &LINES.map(|(line, _)| line)).unwrap();
+    assert_eq!(supervised(&lines), LINES.map(|(_, expected)| expected));
+    let ends = |index| {
+        let tokens = lines.sample(index).unwrap().tokens;
+        let ends = tokens.iter().filter(|token| token.learned == Some(Part::End));
+        ends.map(|token| lines.encoder().tokenizer().token(token.id).unwrap()).collect::<Vec<_>>()
+    };
+    for (index, (line, expected)) in LINES.iter().enumerate() {
+        let expected: Vec<_> = expected.iter().filter_map(|text| text.find('<').map(|at| &text[at..])).collect();
+        assert_eq!(ends(index), expected, "{line}");
+    }
+}
+
+#[test]
+fn what_a_template_cannot_take_is_told_in_its_words_with_the_line() {
+    let strict = "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}\
+        {{ raise_exception('System role not supported') }}{% endif %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
+        {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}<|turn>\
+        {{ m.role }}\n{{ m.content }}<turn|>\n{% endfor %}";
+    let folder = folder(Some(strict));
+    let [turns, system, tool, .., in_a_row, open, _, pair, _, _] = LINES.map(|(line, _)| line);
+    let Error::Data { faults, lines: 6, .. } =
+        read(folder.path(), &[turns, system, tool, in_a_row, open, pair]).unwrap_err()
+    else {
+        panic!("another error")
+    };
+    let found: Vec<_> = faults.iter().map(ToString::to_string).collect();
+    let alternate = "Conversation roles must alternate user/assistant/user/assistant/...";
+    let expected = [(2, "System role not supported"), (3, alternate), (4, alternate)];
+    assert_eq!(found, expected.map(|(line, text)| format!("line {line}: chat template default: line 1: {text}")));
+    let lines = read(folder.path(), &[turns, open, pair]).unwrap();
+    let expected = [vec!["Blue.<turn|>", "Yes.<turn|>"], vec!["A.<turn|>"], vec![" Blue.\n<turn|>"]];
+    assert_eq!(supervised(&lines), expected);
+}
