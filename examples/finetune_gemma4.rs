@@ -15,18 +15,22 @@ use candle_finetune::hub::{HubOptions, PullBar};
 use candle_finetune::{Config, Control, Error, Inspection, Setting, inspect, resume, resumed_settings, run_controlled};
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
+/// How a shell tells that a process was interrupted.
+const INTERRUPTED: u8 = 130;
+
 fn main() -> ExitCode {
     let flags = command().get_matches();
     let mut stdout = std::io::stdout();
     let told = settings(&flags).and_then(|config| {
         // SAFETY: nothing has started a thread yet.
         unsafe { prepare_process(config.cp) };
-        let text = finetune(config, &flags, stdout.is_terminal())?;
+        let (text, code) = finetune(config, &flags, stdout.is_terminal())?;
         let unwritten = |cause| Error::Io { action: "write", path: "standard output".into(), cause };
-        stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(unwritten)
+        stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(unwritten)?;
+        Ok(code)
     });
     match told {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             eprintln!("error: {error}");
             ExitCode::from(if error.is_usage() { 2 } else { 1 })
@@ -99,7 +103,7 @@ fn stop_on_interrupt() -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
     let seen = stop.clone();
     let handler = move || match seen.swap(true, Ordering::Relaxed) {
-        true => std::process::exit(130),
+        true => std::process::exit(i32::from(INTERRUPTED)),
         false => eprintln!("\nsaving after this step; once more ends at once, with what was saved before"),
     };
     if let Err(error) = ctrlc::set_handler(handler) {
@@ -108,15 +112,15 @@ fn stop_on_interrupt() -> Arc<AtomicBool> {
     stop
 }
 
-/// What standard output is told.
-fn finetune(mut config: Config, flags: &ArgMatches, terminal: bool) -> Result<String, Error> {
+/// What standard output is told, and how the process ends.
+fn finetune(mut config: Config, flags: &ArgMatches, terminal: bool) -> Result<(String, ExitCode), Error> {
     let hub = HubOptions::from_vars(|name| std::env::var(name).ok());
     let mut bar = PullBar::default();
     config.resolve(&hub, &mut |event| bar.show(event))?;
     if flags.get_flag("inspect") {
         let text = |name: &str| flags.get_one::<String>(name).map(String::as_str);
         let inspection = Inspection::from_flags(text("inspect-line"), text("color"), terminal)?;
-        return inspect(&config, &inspection);
+        return Ok((inspect(&config, &inspection)?, ExitCode::SUCCESS));
     }
     let control = Control { observer: &|_rank, _report| Ok(()), stop: &stop_on_interrupt() };
     let summary = match flags.get_flag("resume") {
@@ -126,6 +130,12 @@ fn finetune(mut config: Config, flags: &ArgMatches, terminal: bool) -> Result<St
     if let Some(accuracy) = summary.accuracy {
         eprintln!("{:.1} % of the digits of held-out conversations read and repeated right", 100.0 * accuracy);
     }
-    eprintln!("everything the run left: {}", summary.out);
-    Ok(format!("{}\n", summary.to_json()))
+    let code = match summary.stopped {
+        true => {
+            eprintln!("stopped after step {}: --resume --out {} goes on", summary.steps, summary.out);
+            ExitCode::from(INTERRUPTED)
+        }
+        false => ExitCode::SUCCESS,
+    };
+    Ok((format!("{}\n", summary.to_json()), code))
 }

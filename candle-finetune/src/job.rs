@@ -115,7 +115,7 @@ impl Job {
                 false => Ok((weights, None)),
             };
         };
-        let mut weights = load(&LoadOptions::new().freeze(Part::ALL))?;
+        let mut weights = load(&LoadOptions::new().freeze_matching(["*"])?)?;
         let report = match adapter {
             Some(adapter) => weights.load_lora(adapter, &self.model)?,
             None => weights.add_lora(&self.model, &lora, config.seed)?,

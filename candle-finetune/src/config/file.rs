@@ -83,10 +83,10 @@ impl Config {
     pub fn to_lines(&self) -> Vec<String> {
         let line = |section: &&str| {
             let keys = Self::SETTINGS.iter().filter(|setting| setting.section().0 == *section);
-            let values = keys.filter_map(|setting| Some(format!("{} = {}", setting.section().1, (setting.get)(self)?)));
-            format!("[{section}] {}", values.collect::<Vec<_>>().join(", "))
+            let values: Vec<String> = keys.filter_map(|setting| setting.line(self)).collect();
+            (!values.is_empty()).then(|| format!("[{section}] {}", values.join(", ")))
         };
-        sections().iter().map(line).collect()
+        sections().iter().filter_map(line).collect()
     }
 
     /// All settings that have a value, as a settings file that gives the same run.
@@ -94,9 +94,7 @@ impl Config {
         let mut text = String::new();
         for section in sections() {
             let keys = Self::SETTINGS.iter().filter(|setting| setting.section().0 == section);
-            let lines: Vec<String> = keys
-                .filter_map(|setting| Some(format!("{} = {}\n", setting.section().1, (setting.get)(self)?)))
-                .collect();
+            let lines: Vec<String> = keys.filter_map(|setting| Some(setting.line(self)? + "\n")).collect();
             if !lines.is_empty() {
                 let gap = if text.is_empty() { "" } else { "\n" };
                 text += &format!("{gap}[{section}]\n{}", lines.concat());

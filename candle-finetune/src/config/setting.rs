@@ -100,12 +100,22 @@ impl Setting {
         (self.set)(config, &text).map_err(told)
     }
 
+    /// The line of a settings file, without its section.
+    pub(super) fn line(&self, config: &Config) -> Option<String> {
+        let value = match (self.get)(config)? {
+            // Short, such as 1e-8.
+            toml::Value::Float(number) => format!("{number:?}"),
+            value => value.to_string(),
+        };
+        Some(format!("{} = {value}", self.section().1))
+    }
+
     fn in_file(&self) -> String {
         let mut sample = Config::default();
         (self.set)(&mut sample, self.example).expect("an example can be used");
         let (section, key) = self.section();
-        let value = (self.get)(&sample).map_or_else(|| self.example.to_string(), |value| value.to_string());
-        format!("write for example {key} = {value} in [{section}]")
+        let line = self.line(&sample).unwrap_or_else(|| format!("{key} = {}", self.example));
+        format!("write for example {line} in [{section}]")
     }
 }
 

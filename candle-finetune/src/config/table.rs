@@ -87,7 +87,7 @@ impl Config {
                 let allowed = "a number from 0 to below 1";
                 real(text, |x| (0.0..1.0).contains(&x), allowed).map(|dropout| config.lora.dropout = dropout)
             },
-            get: |config| Some(Value::Float(config.lora.dropout)),
+            get: |config| config.lora.rank.map(|_| Value::Float(config.lora.dropout)),
         },
         Setting {
             key: "lora.targets",
@@ -114,7 +114,7 @@ impl Config {
             help: "Write the checkpoint with the adapters added to its weights as well",
             example: "true",
             set: |config, text| switch(text).map(|yes| config.lora.merge = yes),
-            get: |config| Some(Value::Boolean(config.lora.merge)),
+            get: |config| config.lora.rank.map(|_| Value::Boolean(config.lora.merge)),
         },
         Setting {
             key: "data.train",
