@@ -16,10 +16,13 @@ pub(crate) struct RmsNorm {
 
 impl RmsNorm {
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        match fused::applies(x) {
-            true => fused::rms_norm(x, self.weight.as_ref(), self.eps),
-            false => self.composed(x),
+        let dtype = wide(x.dtype());
+        let x_wide = x.to_dtype(dtype)?;
+        if !fused::applies(&x_wide) {
+            return self.composed(x);
         }
+        let weight = self.weight.as_ref().map(|weight| weight.to_dtype(dtype)).transpose()?;
+        fused::rms_norm(&x_wide, weight.as_ref(), self.eps)?.to_dtype(x.dtype())
     }
 
     fn composed(&self, x: &Tensor) -> Result<Tensor> {
@@ -53,7 +56,7 @@ mod tests {
     #[test]
     fn one_pass_and_composed_norms_agree_with_their_gradients() -> Result<()> {
         // More rows than one parallel task takes, and widths with and without a rest over the vector lanes.
-        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 2e-5)] {
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 2e-5), (DType::BF16, 0.02)] {
             for (rows, width) in [(700, 33), (3, 16), (1200, 48), (2, 1)] {
                 let x = Var::from_tensor(&random(&[2, rows, width], dtype, 1)?)?;
                 let weight = Var::from_tensor(&random(&[width], dtype, 2)?)?;
@@ -71,6 +74,18 @@ mod tests {
                     }
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Candle's product would keep a gradient, as large as `x`, of a weight that wants none.
+    #[test]
+    fn a_frozen_weight_leaves_nothing_behind() -> Result<()> {
+        for dtype in [DType::F32, DType::BF16] {
+            let x = Var::from_tensor(&random(&[4, 6], dtype, 1)?)?;
+            let norm = RmsNorm { weight: Some(random(&[6], dtype, 2)?), eps: 0.1 };
+            let store = norm.forward(&x)?.sum_all()?.backward()?;
+            assert_eq!(store.get_ids().count(), 1, "{dtype:?}");
         }
         Ok(())
     }

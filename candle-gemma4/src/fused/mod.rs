@@ -1,6 +1,7 @@
 //! Norm, rope and the gated activation in one pass over memory each, forward and backward, for f32 and f64 on the
 //! CPU. Put together from plain operations the same steps touch memory ten times as often, and most of a small
-//! model's training step goes into them. Other types and devices use the plain operations.
+//! model's training step goes into them. Other types and devices use the plain operations, but for the norm, which
+//! computes short types in f32 anyway.
 
 mod expert_gate;
 mod gate;

@@ -193,6 +193,8 @@ mod tests {
                 let shape = || Shape::from((2, 3, 4, 2));
                 let run =
                     |y: Tensor| Ok::<_, candle_core::Error>((y.to_dtype(dtype)?, (y * &grad)?.sum_all()?.backward()?));
+                let kept = adapter.project(&x, &weight, shape())?.sorted_nodes().len();
+                assert_eq!(kept, 4, "the result, x, A and B");
                 let (found, found_gradients) = run(adapter.project(&x, &weight, shape())?)?;
                 let (plain, plain_gradients) = run(adapter.composed(&x, &weight, shape())?)?;
                 assert_close("y", &found, &plain, tolerance)?;
