@@ -52,7 +52,7 @@ samples by their tokens
 >         90            4   80.0 %                38   64.4 %
          128            5  100.0 %                59  100.0 %
 
-packed, one epoch: 4 samples in 2 rows of 90 tokens (1 step of 2 rows), 12.8 % padding
+packed, one epoch: 4 samples in 2 rows of 90 tokens (1 batch of 2 rows, 1 step), 12.8 % padding
 left out 1 of 5 samples (line 5): longer than a row of 90 tokens; the longest has 94: --seq-len 94 keeps all of them, --truncate cuts them
 
 line 3: 80 tokens; 4 [[learned]]

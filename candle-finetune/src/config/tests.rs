@@ -243,3 +243,17 @@ fn all_faults_of_a_settings_file_come_in_one_report_with_the_right_name_and_sect
     let twice = faults("[train]\nsteps = 3\nsteps = 4");
     assert!(twice[0].starts_with("line 3: duplicate key"), "{twice:?}");
 }
+
+#[test]
+fn the_reference_in_the_readme_is_complete() {
+    let row = |setting: &Setting| {
+        let flag = setting.flag.map_or(String::new(), |flag| format!("`{flag}`"));
+        format!("| `{}` | {flag} | {} |\n", setting.key, setting.help.replace('|', "\\|"))
+    };
+    let table: String = Config::SETTINGS.iter().map(row).collect();
+    let readme = include_str!("../../README.md");
+    assert!(
+        readme.contains(&table),
+        "candle-finetune/README.md should have\n| key | flag | what |\n| --- | --- | --- |\n{table}"
+    );
+}
