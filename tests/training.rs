@@ -2,8 +2,8 @@
 //! rank when one fails.
 
 use candle_cp::LayoutKind;
-use candle_cp::comm::Local;
-use candle_finetune::{Config, Error, Gradients, Job, StepReport, Trainer, train};
+use candle_cp::comm::{Local, threads};
+use candle_finetune::{Batch, Config, Error, Gradients, Job, StepReport, Trainer, train};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -102,4 +102,50 @@ fn a_loss_that_is_not_a_number_ends_the_run_and_names_the_step() {
     let text = error.to_string();
     assert!(text.starts_with("step 2: the loss is NaN") && text.contains("Lower --lr"), "{text}");
     assert_eq!(trainer.optimizer().steps(), 1);
+}
+
+/// Two batches as one with the rows of both.
+fn joined(a: &Batch, b: &Batch) -> Batch {
+    fn rows<T: Clone>(a: &[T], b: &[T]) -> Vec<T> {
+        [a, b].concat()
+    }
+    Batch {
+        ids: rows(&a.ids, &b.ids),
+        labels: rows(&a.labels, &b.labels),
+        parts: rows(&a.parts, &b.parts),
+        documents: rows(&a.documents, &b.documents),
+        groups: rows(&a.groups, &b.groups),
+        pictures: rows(&a.pictures, &b.pictures),
+    }
+}
+
+#[test]
+fn accumulated_batches_count_every_learned_token_the_same() {
+    let config = Config { batch_rows: 1, accumulate: 3, ..short(1) };
+    let job = Job::prepare(&config).unwrap();
+    let mut packer = job.training(&config);
+    let mut batches: Vec<Batch> = (0..3).map(|_| packer.next_training_batch().unwrap()).collect();
+    // Unequal counts, and one batch with nothing to learn: means of means would be another number.
+    batches[1].labels.iter_mut().flatten().for_each(|label| *label = -100);
+    for (place, label) in batches[2].labels.iter_mut().flatten().enumerate() {
+        *label = if place < 40 { *label } else { -100 };
+    }
+    let whole = joined(&joined(&batches[0], &batches[1]), &batches[2]);
+    for cp in [1, 3] {
+        let both = threads::run(cp, &threads::Options::default(), |comm| {
+            let trainer = Trainer::new(&job, &config, comm)?;
+            Ok::<_, Error>((trainer.gradients(&batches)?, trainer.gradients(std::slice::from_ref(&whole))?))
+        });
+        for (parts, whole) in both.unwrap() {
+            assert!(whole.label_tokens > 0 && parts.label_tokens == whole.label_tokens);
+            assert!((parts.loss - whole.loss).abs() < 1e-6 * whole.loss, "{} and {}", parts.loss, whole.loss);
+            let numbers = |x: &candle_core::Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            for (name, expected) in whole.gradients.named() {
+                let (found, expected) = (numbers(&parts.gradients.named()[name]), numbers(expected));
+                let largest = expected.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+                let off = found.iter().zip(&expected).fold(0f32, |off, (a, b)| off.max((a - b).abs()));
+                assert!(off <= 1e-5 * largest, "{cp} ranks, {name}: {off} of {largest}");
+            }
+        }
+    }
 }
