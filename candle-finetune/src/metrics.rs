@@ -160,6 +160,22 @@ mod tests {
     }
 
     #[test]
+    fn a_validation_that_is_not_finite_is_no_obstacle() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let mut metrics = MetricsFile::create(&path).unwrap();
+        for (step, val_loss) in [(1, f64::NAN), (2, 1.5), (3, f64::INFINITY)] {
+            metrics.write_validation(&validation_report(step, val_loss)).unwrap();
+        }
+        let before = lines(&path);
+        let (_, history) = MetricsFile::resume(&path, 3).unwrap();
+        assert_eq!(lines(&path), before);
+        let found = history.validations.iter().map(|report| (report.step, report.val_loss.is_nan()));
+        assert_eq!(found.collect::<Vec<_>>(), [(1, true), (2, false), (3, true)]);
+        assert_eq!(history.best_validation().map(|report| report.step), Some(2));
+    }
+
+    #[test]
     fn a_file_can_be_cut_anywhere_and_be_absent() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");

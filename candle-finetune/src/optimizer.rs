@@ -108,8 +108,10 @@ impl AdamW {
     pub fn step(&mut self, gradients: &Gradients, rate: f64) -> Result<()> {
         self.steps += 1;
         let AdamWConfig { beta1, beta2, eps, weight_decay } = self.config;
-        let correct1 = 1.0 - beta1.powi(self.steps as i32);
-        let correct2 = 1.0 - beta2.powi(self.steps as i32);
+        // Far below the largest exponent both powers are 0.
+        let exponent = i32::try_from(self.steps).unwrap_or(i32::MAX);
+        let correct1 = 1.0 - beta1.powi(exponent);
+        let correct2 = 1.0 - beta2.powi(exponent);
         for (name, var) in &self.variables {
             let state = self.moments.get_mut(name).expect("every variable has its moments");
             let gradient = match gradients.named().get(name) {

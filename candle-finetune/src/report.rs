@@ -1,6 +1,6 @@
 //! What a step and a validation did; the lines of `metrics.jsonl`.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::comm_use::CommUse;
 use crate::memory::Memory;
@@ -43,12 +43,18 @@ pub struct ValidationReport {
     /// As [`StepReport::epoch`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub epoch: Option<f64>,
-    /// Mean cross entropy over the learned tokens of all held-out samples.
+    /// Mean cross entropy over the learned tokens of all held-out samples; JSON has null for one that is not finite.
+    #[serde(deserialize_with = "number_or_null")]
     pub val_loss: f64,
     /// Their learned tokens.
     pub val_tokens: usize,
     /// Seconds of training so far; a resumed run goes on from those of its earlier parts.
     pub seconds: f64,
+}
+
+/// A number, or NaN for the null that JSON has in its place.
+fn number_or_null<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
 /// The reports of a run so far.

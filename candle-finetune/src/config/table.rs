@@ -368,6 +368,8 @@ const MAX_ROWS: usize = 1 << 20;
 
 fn whole(text: &str, least: usize, most: usize) -> Parsed<usize> {
     let number = text.trim().parse().ok().filter(|number| (least..=most).contains(number));
+    // A settings file has no larger whole number.
+    let number = number.filter(|&number| i64::try_from(number).is_ok());
     number.ok_or_else(|| match most {
         usize::MAX => format!("a whole number of at least {least}"),
         most => format!("a whole number from {least} to {most}"),

@@ -101,7 +101,8 @@ impl AdamW {
         file.check(&expected(variables))?;
         let steps = file.read(STEPS, &Device::Cpu)?.to_scalar::<i64>()?;
         let impossible = |_| file.fault(StateFault::Broken { reason: format!("{steps} steps") });
-        let steps = usize::try_from(steps).map_err(impossible)?;
+        // No run takes more, and the step after them still has a number of its own.
+        let steps = u32::try_from(steps).map_err(impossible)? as usize;
         let mut moments = BTreeMap::new();
         for (name, var) in variables {
             let mut read = |prefix: &str| file.read(&format!("{prefix}{name}"), var.device());

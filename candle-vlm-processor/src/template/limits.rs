@@ -19,7 +19,8 @@ pub(super) fn check(source: &str) -> Result<(), String> {
         if count > MOST {
             return Err(format!("line {}: {count} operators in one tag; at most {MOST} are allowed", line()));
         }
-        branches += usize::from(text.trim_start_matches(['{', '%', '-', '+', ' ', '\n', '\t']).starts_with("elif"));
+        let is_before_word = |sign: char| sign.is_whitespace() || matches!(sign, '{' | '%' | '-' | '+');
+        branches += usize::from(text.trim_start_matches(is_before_word).starts_with("elif"));
         if branches > MOST {
             return Err(format!("line {}: more than {MOST} `elif` in one template", line()));
         }
