@@ -42,7 +42,7 @@ fn main() -> ExitCode {
 fn command() -> Command {
     let setting = |setting: &'static Setting| {
         let short = setting.flag.map(|flag| flag.trim_start_matches('-'));
-        let arg = Arg::new(setting.key).long(short.unwrap_or(setting.key)).help(setting.help).allow_hyphen_values(true);
+        let arg = Arg::new(setting.key).long(short.unwrap_or(setting.key)).help(setting.help).allow_negative_numbers(true);
         let arg = if short.is_some() { arg.alias(setting.key) } else { arg };
         let arg = arg.help_heading(setting.key.split_once('.').map(|(section, _)| section));
         match setting.value {
@@ -53,7 +53,7 @@ fn command() -> Command {
     let switch =
         |name: &'static str, help: &'static str| Arg::new(name).long(name).action(ArgAction::SetTrue).help(help);
     let valued = |name: &'static str, value: &'static str, help: &'static str| {
-        Arg::new(name).long(name).value_name(value).help(help).allow_hyphen_values(true)
+        Arg::new(name).long(name).value_name(value).help(help).allow_negative_numbers(true)
     };
     Command::new("finetune_gemma4")
         .about("Fine-tunes Gemma 4 on sequences that are shared by several ranks (threads)")
@@ -81,15 +81,17 @@ fn command() -> Command {
 fn settings(flags: &ArgMatches) -> Result<Config, Error> {
     let mut config = Config::default();
     let text = |name: &str| flags.get_one::<String>(name);
+    let from_file = |config: &mut Config| text("config").map_or(Ok(()), |file| config.set_file(Path::new(file)));
     if flags.get_flag("resume") {
+        // The folder of the run may be named in the settings file.
+        let mut named = Config::default();
+        from_file(&mut named)?;
         if let Some(out) = text("out.dir") {
-            config.set("out.dir", out)?;
+            named.set("out.dir", out)?;
         }
-        config = resumed_settings(&config.out)?;
+        config = resumed_settings(&named.out)?;
     }
-    if let Some(file) = text("config") {
-        config.set_file(Path::new(file))?;
-    }
+    from_file(&mut config)?;
     for setting in Config::SETTINGS {
         if let Some(value) = text(setting.key) {
             config.set(setting.key, value)?;

@@ -228,14 +228,13 @@ impl Config {
                 false => resolve_model(&model.to_string_lossy(), options, progress)?,
             });
         }
-        let mut data = |path: &Option<PathBuf>| match path {
-            Some(path) => {
-                resolve_data(&path.to_string_lossy(), options, progress).map_err(|error| Error::DataHub(error.into()))
-            }
+        let mut data = |flag: &'static str, path: &Option<PathBuf>| match path {
+            Some(path) => resolve_data(&path.to_string_lossy(), options, progress)
+                .map_err(|error| Error::DataHub { flag, error: error.into() }),
             None => Ok(Vec::new()),
         };
-        sources.train = data(&self.data)?;
-        sources.validation = data(&self.validation)?;
+        sources.train = data("--data", &self.data)?;
+        sources.validation = data("--validation", &self.validation)?;
         self.sources = sources;
         Ok(())
     }

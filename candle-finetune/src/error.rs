@@ -31,8 +31,13 @@ pub enum Error {
     Hub(#[from] crate::hub::HubError),
 
     /// A data set's name or folder could not be turned into files.
-    #[error("--data: {0}")]
-    DataHub(Box<crate::hub::HubError>),
+    #[error("{flag}: {error}")]
+    DataHub {
+        /// The flag that named it, with its dashes.
+        flag: &'static str,
+        /// What went wrong.
+        error: Box<crate::hub::HubError>,
+    },
 
     /// A flag has a value that cannot be used.
     #[error("{flag} {value:?}: allowed is {allowed}; {fix}")]
@@ -319,7 +324,7 @@ impl Error {
             Self::Cp(candle_cp::Error::RankFailed { cause, .. }) => cause.downcast_ref().is_some_and(Self::is_usage),
             Self::Saves(error) => error.is_usage(),
             Self::Hub(error) => error.is_usage(),
-            Self::DataHub(error) => error.is_usage(),
+            Self::DataHub { error, .. } => error.is_usage(),
             Self::Gemma(error) => !matches!(error, candle_gemma4::Error::Candle(_) | candle_gemma4::Error::Cp(_)),
             Self::Candle(_)
             | Self::Cp(_)

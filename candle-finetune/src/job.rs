@@ -57,10 +57,20 @@ impl Job {
     /// A setting, the checkpoint folder or the data cannot be used.
     pub fn prepare(config: &Config) -> Result<Self> {
         config.validate()?;
-        let model = match config.model_folder() {
-            Some(folder) => candle_gemma4::Config::from_folder(folder)?,
-            None => small_model::config()?,
-        };
+        Self::read(config, model(config)?)
+    }
+
+    /// The same, after a look at the headers of the weights: what is wrong with them, with what is frozen or with where
+    /// adapters go should be told before long work and before anything is written. `saved` is the checkpoint that the
+    /// run goes on from.
+    pub(crate) fn prepare_with_weights(config: &Config, saved: Option<&Path>) -> Result<Self> {
+        config.validate()?;
+        let model = model(config)?;
+        check_weights(config, &model, saved)?;
+        Self::read(config, model)
+    }
+
+    fn read(config: &Config, model: candle_gemma4::Config) -> Result<Self> {
         let data = match (config.model_folder(), &config.data) {
             (Some(folder), Some(_)) => {
                 let encoder = Arc::new(Encoder::from_folder(folder, &model)?);
@@ -77,6 +87,7 @@ impl Job {
             (Data::Lines(samples), None) => samples.plan.steps(),
             (Data::Digits(_), None) => Config::DIGIT_STEPS,
         };
+        config.check_warmup(steps)?;
         Ok(Self { model, folder: config.model_folder().map(Path::to_path_buf), data, steps })
     }
 
@@ -109,9 +120,8 @@ impl Job {
         let load = |options: &LoadOptions| Weights::load_with(folder, &self.model, config.dtype, &Device::Cpu, options);
         let Some(lora) = config.lora.options() else {
             let weights = load(&freeze(&config.freeze)?)?;
-            let allowed = "what leaves a part of the model to train";
             return match weights.variables().is_empty() {
-                true => Err(Error::flag("--freeze", config.freeze.join(","), allowed, "leave a part out")),
+                true => Err(all_frozen(config)),
                 false => Ok((weights, None)),
             };
         };
@@ -196,6 +206,11 @@ impl Job {
             Data::Lines(samples) if samples.train.fingerprint() != state.data => {
                 Err(Error::DataChanged { path: samples.train.path().to_path_buf() })
             }
+            _ if self.steps < state.step => {
+                let allowed = format!("at least {}, the steps that are done", state.step);
+                let fix = "leave --steps out to end with the steps that were wanted, or give more to train on";
+                Err(Error::flag("--steps", self.steps, allowed, fix))
+            }
             _ => Ok(()),
         }
     }
@@ -274,6 +289,35 @@ impl Data {
             false => Ok(Self::Digits(Box::new(task))),
         }
     }
+}
+
+fn model(config: &Config) -> Result<candle_gemma4::Config> {
+    match config.model_folder() {
+        Some(folder) => Ok(candle_gemma4::Config::from_folder(folder)?),
+        None => small_model::config(),
+    }
+}
+
+fn check_weights(config: &Config, model: &candle_gemma4::Config, saved: Option<&Path>) -> Result<()> {
+    let lora = config.lora.options();
+    // A checkpoint of a run with adapters has nothing else: the weights are those that the run began with.
+    let folder = match (config.model_folder(), saved) {
+        (Some(folder), Some(_)) if lora.is_some() => folder,
+        (_, Some(saved)) => saved,
+        (Some(folder), None) => folder,
+        (None, None) => return Ok(()),
+    };
+    let trained = Weights::check(folder, model, &freeze(&config.freeze)?)?;
+    match lora {
+        Some(lora) => Ok(Weights::check_lora(model, &lora)?),
+        None if trained == 0 => Err(all_frozen(config)),
+        None => Ok(()),
+    }
+}
+
+fn all_frozen(config: &Config) -> Error {
+    let allowed = "what leaves a part of the model to train";
+    Error::flag("--freeze", config.freeze.join(","), allowed, "leave a part out")
 }
 
 /// Parts by their names, `embeddings`, and patterns of tensor names.

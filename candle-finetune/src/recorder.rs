@@ -1,7 +1,7 @@
 //! What a run writes while it goes on: metrics, checkpoints, the screen.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use crate::config::Config;
@@ -63,11 +63,14 @@ impl<'a> Recorder<'a> {
         self.progress.notice(text);
     }
 
-    /// Draws the loss curve and gives the reports of the whole run.
+    /// Draws the loss curve of the steps that were done and gives the reports of the whole run.
     pub(crate) fn finish(self) -> Result<History> {
         self.progress.finish();
-        let history = self.files.into_inner().expect("rank 0 is alive").history;
-        plot::loss_curve(&self.config.out.join(LOSS_CURVE_FILE), "Loss", &history)?;
+        // Rank 0 may have failed.
+        let history = self.files.into_inner().unwrap_or_else(PoisonError::into_inner).history;
+        if !history.steps.is_empty() {
+            plot::loss_curve(&self.config.out.join(LOSS_CURVE_FILE), "Loss", &history)?;
+        }
         Ok(history)
     }
 

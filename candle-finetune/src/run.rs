@@ -54,7 +54,7 @@ pub fn run(config: &Config, observer: &Observer) -> Result<Summary> {
 /// As [`run`].
 pub fn run_controlled(config: &Config, control: &Control) -> Result<Summary> {
     let began = Instant::now();
-    let job = Job::prepare(config)?;
+    let job = Job::prepare_with_weights(config, None)?;
     fs::create_dir_all(&config.out).map_err(io("create", &config.out))?;
     let saves = open(config)?;
     if let Some(last) = saves.list()?.last() {
@@ -90,7 +90,7 @@ pub fn resume(config: &Config, control: &Control) -> Result<Summary> {
     let latest = saves.latest()?.ok_or_else(|| no_checkpoint(&config.out))?;
     let Save { state, .. } = &latest.save;
     let changes = config.changes_since(&settings(&latest.save)?)?;
-    let job = Job::prepare(config)?;
+    let job = Job::prepare_with_weights(config, Some(&latest.save.folder))?;
     job.check_resumable(state)?;
     let past = MetricsFile::resume(&config.out.join(METRICS_FILE), state.step)?;
     let recorder = Recorder::start(config, &job, &saves, past, control)?;
@@ -102,8 +102,10 @@ pub fn resume(config: &Config, control: &Control) -> Result<Summary> {
 
 fn finish(config: &Config, job: &Job, from: Option<&Save>, recorder: Recorder, began: Instant) -> Result<Summary> {
     fs::write(config.out.join(SETTINGS_FILE), config.to_toml()).map_err(io("write", config.out.join(SETTINGS_FILE)))?;
-    let trained = train_watched(job, config, from, &recorder)?;
-    let history = recorder.finish()?;
+    let trained = train_watched(job, config, from, &recorder);
+    // How a run came to fail can be seen in its curve; why it failed matters more than why there is none.
+    let history = recorder.finish();
+    let (trained, history) = (trained?, history?);
     if !trained.stopped {
         job.write_outputs(config, &trained.weights)?;
     }

@@ -24,8 +24,7 @@ const FIXED: [&str; 16] = [
 ];
 
 /// What has no part in the numbers that training gives, or only in their rounding.
-const FREE: [&str; 10] = [
-    "model.path",
+const FREE: [&str; 9] = [
     "model.recompute",
     "lora.merge",
     "train.validate_every",

@@ -136,12 +136,17 @@ impl Config {
             let allowed = format!("without --steps {steps}: the epochs say how many steps there are");
             return Err(Error::flag("--epochs", epochs, allowed, "leave one of the two out"));
         }
-        match (self.warmup, self.steps) {
-            (Some(warmup), Some(steps)) if warmup > steps => {
+        self.steps.map_or(Ok(()), |steps| self.check_warmup(steps))
+    }
+
+    /// Against the steps of the run, which the data tells where epochs are given.
+    pub(crate) fn check_warmup(&self, steps: usize) -> Result<()> {
+        match self.warmup.filter(|&warmup| warmup > steps) {
+            Some(warmup) => {
                 let allowed = format!("at most the number of steps, {steps}");
                 Err(Error::flag("--warmup", warmup, allowed, "a tenth of the steps is a good start"))
             }
-            _ => Ok(()),
+            None => Ok(()),
         }
     }
 }

@@ -16,6 +16,10 @@ impl Config {
     /// # Errors
     /// The file cannot be read, or as [`Config::set_toml`].
     pub fn set_file(&mut self, path: &Path) -> Result<()> {
+        if !path.exists() || path.is_dir() {
+            let fix = "check the path; without --config all settings have their defaults";
+            return Err(Error::flag("--config", path.display(), "an existing file of settings in TOML", fix));
+        }
         let bytes = std::fs::read(path).map_err(io("read", path))?;
         let text = std::str::from_utf8(&bytes).map_err(|error| {
             let line = 1 + bytes[..error.valid_up_to()].iter().filter(|&&byte| byte == b'\n').count();

@@ -61,6 +61,15 @@ impl Weights {
         Ok(self.attach(options.clone(), modules, variables, targets))
     }
 
+    /// Whether [`Weights::add_lora`] can add such adapters to a model of this configuration.
+    ///
+    /// # Errors
+    /// As [`Weights::add_lora`].
+    pub fn check_lora(config: &Config, options: &LoraOptions) -> Result<()> {
+        modules::select(config, options)?;
+        Ok(())
+    }
+
     /// Loads adapters from a folder of [`Weights::save_adapter`] or of PEFT, to go on with them; the rest is as for
     /// [`Weights::add_lora`]. Rank, alpha, dropout and modules are those of the folder. Which modules have an adapter is
     /// told by the tensors; a list of targets must agree with them.

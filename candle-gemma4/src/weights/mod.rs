@@ -92,6 +92,17 @@ impl Weights {
         Self::load_specs(dir, &names::tensors(config), dtype, device, options)
     }
 
+    /// How many tensors [`Weights::load_with`] would load to be trained; only the files' headers are read.
+    ///
+    /// # Errors
+    /// As [`Weights::load_with`].
+    pub fn check(dir: &Path, config: &Config, options: &LoadOptions) -> Result<usize> {
+        let specs = names::tensors(config);
+        places(&WeightFiles::open(dir)?, &specs)?;
+        options.freeze.check(&specs)?;
+        Ok(specs.iter().filter(|spec| spec.is_trained() && !options.freeze.covers(&spec.name)).count())
+    }
+
     fn load_specs(
         dir: &Path,
         specs: &[TensorSpec],
