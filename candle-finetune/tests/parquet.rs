@@ -33,7 +33,7 @@ fn without_the_feature_the_message_says_how_to_build() {
 mod with_the_feature {
     use std::fs;
 
-    use candle_finetune::{Error, Sample, Source};
+    use candle_finetune::{Error, Position, Sample, Source};
     use tempfile::TempDir;
 
     use super::*;
@@ -196,11 +196,11 @@ mod with_the_feature {
         let expected = [samples(&read("plain.parquet").unwrap()), chats.clone(), chats].concat();
         assert_eq!(samples(&lines), expected);
         let mut source = lines.in_order();
-        for _ in 0..2 {
-            for sample in &expected {
-                assert_eq!(source.next_sample().unwrap().as_ref(), Some(sample));
+        for epoch in 0..2 {
+            assert_eq!(source.epoch_len(epoch), expected.len());
+            for (taken, sample) in expected.iter().enumerate() {
+                assert_eq!(&source.sample(Position { epoch, taken }).unwrap(), sample);
             }
-            assert!(source.next_sample().unwrap().is_none());
         }
         let longest = expected[4].len();
         let fitted = lines.fit(longest - 1, false).unwrap();

@@ -424,7 +424,7 @@ fn long_chats_are_within_bounds() {
 /// The engine walks expressions by recursion, so chains are bounded; what is within the bound is rendered.
 #[test]
 fn long_chains_do_not_overflow_the_stack() {
-    let chains: [(&str, &str, &str, &str); 9] = [
+    let chains: [(&str, &str, &str, &str); 10] = [
         ("{{ x or 1", " + 1", " }}", "operators in one tag"),
         ("{{ x or 'a'", " ~ 'a'", " }}", "operators in one tag"),
         ("{{ x or 'a'", "|trim", " }}", "operators in one tag"),
@@ -434,6 +434,7 @@ fn long_chains_do_not_overflow_the_stack() {
         ("{{ x or 1", " == 1", " }}", "operators in one tag"),
         ("{{ 'a'", ".strip()", " }}", "operators in one tag"),
         ("{% if x %}", "{% elif x %}", "{% endif %}", "`elif` in one template"),
+        ("{% if x %}", "{%-\u{c} elif x %}", "{% endif %}", "`elif` in one template"),
     ];
     for (start, link, end, reason) in chains {
         let chain = |n: usize| format!("{start}{}{end}", link.repeat(n));

@@ -26,6 +26,9 @@ const ROWS_AT_A_TIME: usize = 16;
 /// Reads of one row: the library ends a read at a page without rows, as some writers leave between others.
 const EMPTY_PAGES: usize = 8;
 
+/// Rows that a row group may claim, so that the rows of all groups can be added.
+const MOST_GROUP_ROWS: usize = 1 << 40;
+
 /// A file by its footer. It is opened anew for every use, so that ranks do not share a place in it.
 #[derive(Debug)]
 pub(crate) struct Table {
@@ -158,11 +161,21 @@ fn is_read(name: &str) -> bool {
     crate::jsonl::KNOWN.contains(&name) || name == "image"
 }
 
-/// A footer may say anything; a negative number of rows is none.
+/// A footer may say anything: a negative number of rows is none, and no group has more than the limit.
 fn group_rows(rows: i64) -> usize {
-    usize::try_from(rows).unwrap_or(0)
+    usize::try_from(rows).unwrap_or(0).min(MOST_GROUP_ROWS)
 }
 
 fn damaged(error: &ParquetError) -> String {
     format!("{error}; the file may be cut or damaged: copy or pull it again")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_that_a_footer_claims_can_be_added() {
+        assert_eq!([i64::MIN, -1, 0, 7, i64::MAX].map(group_rows), [0, 0, 0, 7, MOST_GROUP_ROWS]);
+    }
 }
