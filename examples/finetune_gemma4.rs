@@ -42,7 +42,8 @@ fn main() -> ExitCode {
 fn command() -> Command {
     let setting = |setting: &'static Setting| {
         let short = setting.flag.map(|flag| flag.trim_start_matches('-'));
-        let arg = Arg::new(setting.key).long(short.unwrap_or(setting.key)).help(setting.help).allow_negative_numbers(true);
+        let arg =
+            Arg::new(setting.key).long(short.unwrap_or(setting.key)).help(setting.help).allow_negative_numbers(true);
         let arg = if short.is_some() { arg.alias(setting.key) } else { arg };
         let arg = arg.help_heading(setting.key.split_once('.').map(|(section, _)| section));
         match setting.value {

@@ -88,16 +88,24 @@ impl Setting {
 
     /// Sets a value of the settings file; the error is a message.
     pub(super) fn set_value(&self, config: &mut Config, value: &toml::Value) -> std::result::Result<(), String> {
-        let Some(text) = text(value) else {
+        let Some(text) = text(value).filter(|_| self.takes(value)) else {
             return Err(format!(
-                "{} = {value}: a {} is no value of it; {}",
+                "{} = {value}: {} is no value of it; {}",
                 self.key,
-                value.type_str(),
+                kind(value),
                 self.in_file()
             ));
         };
         let told = |allowed| format!("{} = {value}: allowed is {allowed}; {}", self.key, self.in_file());
         (self.set)(config, &text).map_err(told)
+    }
+
+    /// Whether a value is of a kind that can be meant: names are texts or lists of them, and nothing else is.
+    fn takes(&self, value: &toml::Value) -> bool {
+        let mut sample = Config::default();
+        (self.set)(&mut sample, self.example).expect("an example can be used");
+        let is_name = |value: &toml::Value| value.is_str() || value.is_array();
+        !(self.get)(&sample).is_some_and(|sample| is_name(&sample)) || is_name(value)
     }
 
     /// The line of a settings file, without its section.
@@ -131,5 +139,17 @@ pub(super) fn text(value: &toml::Value) -> Option<String> {
             Some(texts.collect::<Option<Vec<_>>>()?.join(","))
         }
         toml::Value::Datetime(_) | toml::Value::Table(_) => None,
+    }
+}
+
+/// The kind of a value, for messages.
+fn kind(value: &toml::Value) -> &'static str {
+    match value {
+        toml::Value::String(_) => "a text",
+        toml::Value::Integer(_) | toml::Value::Float(_) => "a number",
+        toml::Value::Boolean(_) => "true or false",
+        toml::Value::Datetime(_) => "a date",
+        toml::Value::Array(_) => "a list",
+        toml::Value::Table(_) => "a section",
     }
 }

@@ -225,11 +225,19 @@ fn all_faults_of_a_settings_file_come_in_one_report_with_the_right_name_and_sect
         ),
         (
             "[train]\nsteps = 2024-01-01",
-            "line 2: train.steps = 2024-01-01: a datetime is no value of it; write for example steps = 100 in [train]",
+            "line 2: train.steps = 2024-01-01: a date is no value of it; write for example steps = 100 in [train]",
         ),
         (
             "[model]\nfreeze = [1]",
-            "line 2: model.freeze = [1]: a array is no value of it; write for example freeze = [\"vision\", \"audio\"] in [model]",
+            "line 2: model.freeze = [1]: a list is no value of it; write for example freeze = [\"vision\", \"audio\"] in [model]",
+        ),
+        (
+            "[model]\npath = 5",
+            "line 2: model.path = 5: a number is no value of it; write for example path = \"google/gemma-4-E2B-it\" in [model]",
+        ),
+        (
+            "[train]\nschedule = true",
+            "line 2: train.schedule = true: true or false is no value of it; write for example ",
         ),
         ("[lora]\nrank = 99999999999999999999", "line 2: "),
         ("[train]\nzzzz = 1", "line 2: train.zzzz is no setting; --help lists all of them"),
