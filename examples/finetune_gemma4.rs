@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_cp::prepare_process;
 use candle_finetune::hub::{HubOptions, PullBar};
-use candle_finetune::{Config, Control, Error, Inspection, Setting, inspect, resume, resumed_settings, run_controlled};
+use candle_finetune::{Config, Control, Error, Inspection, Setting, inspect, layered_settings, resume, run_controlled};
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 /// How a shell tells that a process was interrupted.
@@ -42,7 +42,8 @@ fn main() -> ExitCode {
 fn command() -> Command {
     let setting = |setting: &'static Setting| {
         let short = setting.flag.map(|flag| flag.trim_start_matches('-'));
-        let arg = Arg::new(setting.key).long(short.unwrap_or(setting.key)).help(setting.help).allow_negative_numbers(true);
+        let arg =
+            Arg::new(setting.key).long(short.unwrap_or(setting.key)).help(setting.help).allow_negative_numbers(true);
         let arg = if short.is_some() { arg.alias(setting.key) } else { arg };
         let arg = arg.help_heading(setting.key.split_once('.').map(|(section, _)| section));
         match setting.value {
@@ -79,25 +80,10 @@ fn command() -> Command {
 
 /// Defaults, then the run that goes on, then the settings file, then flags.
 fn settings(flags: &ArgMatches) -> Result<Config, Error> {
-    let mut config = Config::default();
-    let text = |name: &str| flags.get_one::<String>(name);
-    let from_file = |config: &mut Config| text("config").map_or(Ok(()), |file| config.set_file(Path::new(file)));
-    if flags.get_flag("resume") {
-        // The folder of the run may be named in the settings file.
-        let mut named = Config::default();
-        from_file(&mut named)?;
-        if let Some(out) = text("out.dir") {
-            named.set("out.dir", out)?;
-        }
-        config = resumed_settings(&named.out)?;
-    }
-    from_file(&mut config)?;
-    for setting in Config::SETTINGS {
-        if let Some(value) = text(setting.key) {
-            config.set(setting.key, value)?;
-        }
-    }
-    Ok(config)
+    let text = |name: &str| flags.get_one::<String>(name).map(String::as_str);
+    let given: Vec<(&str, &str)> =
+        Config::SETTINGS.iter().filter_map(|setting| Some((setting.key, text(setting.key)?))).collect();
+    layered_settings(text("config").map(Path::new), &given, flags.get_flag("resume"))
 }
 
 /// Set by the first interrupt (Ctrl-C); the second one ends the process.

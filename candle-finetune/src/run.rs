@@ -67,6 +67,24 @@ pub fn run_controlled(config: &Config, control: &Control) -> Result<Summary> {
     finish(config, &job, None, recorder, began)
 }
 
+/// Settings in layers: defaults, with `resume` those of the run that goes on, a settings file, and `flags` (names and
+/// values as [`Config::set`] takes them), each over the ones before. Which run goes on is `out.dir` of flags or file.
+///
+/// # Errors
+/// As [`Config::set_file`], [`Config::set`] and [`resumed_settings`].
+pub fn layered_settings(file: Option<&Path>, flags: &[(&str, &str)], resume: bool) -> Result<Config> {
+    let given = |mut config: Config| {
+        file.map_or(Ok(()), |file| config.set_file(file))?;
+        flags.iter().try_for_each(|(name, value)| config.set(name, value))?;
+        Ok(config)
+    };
+    let config = given(Config::default())?;
+    match resume {
+        true => given(resumed_settings(&config.out)?),
+        false => Ok(config),
+    }
+}
+
 /// The settings of the run in a folder, for [`resume`]; `out` is that folder.
 ///
 /// # Errors
