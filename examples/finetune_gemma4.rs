@@ -12,7 +12,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_cp::prepare_process;
 use candle_finetune::hub::{HubOptions, PullBar};
-use candle_finetune::{Config, Control, Error, Inspection, Setting, inspect, resume, resumed_settings, run_controlled};
+use candle_finetune::{
+    Config, Control, Error, Inspection, Setting, inspect, layered_settings, resume, run_controlled, tell,
+};
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 /// How a shell tells that a process was interrupted.
@@ -32,7 +34,7 @@ fn main() -> ExitCode {
     match told {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("error: {error}");
+            tell(&format!("error: {error}\n"));
             ExitCode::from(if error.is_usage() { 2 } else { 1 })
         }
     }
@@ -80,25 +82,10 @@ fn command() -> Command {
 
 /// Defaults, then the run that goes on, then the settings file, then flags.
 fn settings(flags: &ArgMatches) -> Result<Config, Error> {
-    let mut config = Config::default();
-    let text = |name: &str| flags.get_one::<String>(name);
-    let from_file = |config: &mut Config| text("config").map_or(Ok(()), |file| config.set_file(Path::new(file)));
-    if flags.get_flag("resume") {
-        // The folder of the run may be named in the settings file.
-        let mut named = Config::default();
-        from_file(&mut named)?;
-        if let Some(out) = text("out.dir") {
-            named.set("out.dir", out)?;
-        }
-        config = resumed_settings(&named.out)?;
-    }
-    from_file(&mut config)?;
-    for setting in Config::SETTINGS {
-        if let Some(value) = text(setting.key) {
-            config.set(setting.key, value)?;
-        }
-    }
-    Ok(config)
+    let text = |name: &str| flags.get_one::<String>(name).map(String::as_str);
+    let given: Vec<(&str, &str)> =
+        Config::SETTINGS.iter().filter_map(|setting| Some((setting.key, text(setting.key)?))).collect();
+    layered_settings(text("config").map(Path::new), &given, flags.get_flag("resume"))
 }
 
 /// Set by the first interrupt (Ctrl-C); the second one ends the process.
@@ -107,10 +94,10 @@ fn stop_on_interrupt() -> Arc<AtomicBool> {
     let seen = stop.clone();
     let handler = move || match seen.swap(true, Ordering::Relaxed) {
         true => std::process::exit(i32::from(INTERRUPTED)),
-        false => eprintln!("\nsaving after this step; once more ends at once, with what was saved before"),
+        false => tell("\nsaving after this step; once more ends at once, with what was saved before\n"),
     };
     if let Err(error) = ctrlc::set_handler(handler) {
-        eprintln!("note: an interrupt will end the run without saving: {error}");
+        tell(&format!("note: an interrupt will end the run without saving: {error}\n"));
     }
     stop
 }
@@ -131,11 +118,12 @@ fn finetune(mut config: Config, flags: &ArgMatches, terminal: bool) -> Result<(S
         false => run_controlled(&config, &control)?,
     };
     if let Some(accuracy) = summary.accuracy {
-        eprintln!("{:.1} % of the digits of held-out conversations read and repeated right", 100.0 * accuracy);
+        let percent = 100.0 * accuracy;
+        tell(&format!("{percent:.1} % of the digits of held-out conversations read and repeated right\n"));
     }
     let code = match summary.stopped {
         true => {
-            eprintln!("stopped after step {}: --resume --out {} goes on", summary.steps, summary.out);
+            tell(&format!("stopped after step {}: --resume --out {} goes on\n", summary.steps, summary.out));
             ExitCode::from(INTERRUPTED)
         }
         false => ExitCode::SUCCESS,

@@ -38,7 +38,11 @@ impl<T: Real> NullaryFnOnce for Softmax<'_, T> {
             let max = before.maximum(scale_and_max(seen, self.scale));
             // A row of -inf scores (the caller's own) stays empty rather than becoming NaN.
             if max == T::NEG_INFINITY {
-                seen.fill(T::ZERO);
+                // The maximum passes over NaN: what a NaN query saw must not look like nothing.
+                match seen.iter().copied().find(|&x| x != T::NEG_INFINITY) {
+                    Some(nan) => (self.max[r], self.sum[r]) = (nan, nan),
+                    None => seen.fill(T::ZERO),
+                }
                 continue;
             }
             let rescale = if before == T::NEG_INFINITY { T::ZERO } else { (before - max).exp() };
@@ -185,6 +189,30 @@ mod tests {
         assert_eq!(Real::exp(0f32), 1.0);
         assert!(Real::exp(f32::NAN).is_nan());
         assert_eq!([Real::exp(-55.01f32), Real::exp(f32::NEG_INFINITY)], [0.0; 2]);
+    }
+
+    /// Maximum and sum of one row of five scores, after each of two tiles.
+    fn folded(tiles: [[f32; 5]; 2]) -> [[f32; 2]; 2] {
+        let (mut max, mut sum, mut rescale) = ([f32::NEG_INFINITY], [0.0], [0.0]);
+        tiles.map(|tile| {
+            let mut scores = vec![0.0; KEY_BLOCK];
+            scores[..5].copy_from_slice(&tile);
+            let spans = [0..5];
+            let (max, sum, rescale) = (&mut max, &mut sum, &mut rescale);
+            Softmax { scores: &mut scores, spans: &spans, scale: 1.0, max, sum, rescale }.call();
+            [max[0], sum[0]]
+        })
+    }
+
+    #[test]
+    fn nan_scores_are_not_lost() {
+        let (nan, nothing) = ([f32::NAN; 5], [f32::NEG_INFINITY; 5]);
+        for tiles in [[nan, nothing], [nan, nan], [nan, [1.0; 5]]] {
+            assert!(folded(tiles).iter().all(|state| state[1].is_nan()), "{tiles:?}");
+        }
+        assert!(folded([[1.0; 5], nan])[1][1].is_nan());
+        assert!(folded([nothing, [f32::NAN, 1.0, 1.0, 1.0, 1.0]])[1][1].is_nan());
+        assert_eq!(folded([nothing, nothing])[1], [f32::NEG_INFINITY, 0.0]);
     }
 
     #[test]

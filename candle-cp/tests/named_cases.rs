@@ -240,6 +240,23 @@ fn a_nan_key_reaches_only_the_queries_that_may_see_it() {
 }
 
 #[test]
+fn a_nan_query_has_a_nan_result() {
+    let case = Case::row(documents(&[5, 6]), vec![-1; 11], Rule::CAUSAL);
+    let mut data = case.data();
+    // Query 7 of the first head.
+    data.q[7 * case.head_dim] = f64::NAN;
+    let layout = SequenceLayout::head_tail(11, 2).unwrap();
+    let all = threads::run(2, &options(), |comm| {
+        let context = CpContext::new(comm, layout.clone(), tokens(&case))?;
+        common::ring::one_rank(&case, &data, &context, Run::default())
+    });
+    let out = &all.unwrap()[0].out;
+    for (i, row) in out.chunks(case.head_dim).enumerate() {
+        assert_eq!(row.iter().all(|x| x.is_nan()), i == 7, "row {i}");
+    }
+}
+
+#[test]
 fn every_head_size_and_group_size() {
     for head_dim in [1, 6, 10, 80, 192] {
         for group in [1, 2, 3, 7] {

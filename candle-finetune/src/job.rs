@@ -307,7 +307,13 @@ fn check_weights(config: &Config, model: &candle_gemma4::Config, saved: Option<&
         (Some(folder), None) => folder,
         (None, None) => return Ok(()),
     };
-    let trained = Weights::check(folder, model, &freeze(&config.freeze)?)?;
+    let trained = freeze(&config.freeze).and_then(|options| Ok(Weights::check(folder, model, &options)?));
+    let trained = trained.map_err(|error| match error {
+        Error::Gemma(candle_gemma4::Error::FreezePattern { pattern, reason }) => {
+            Error::flag("--freeze", pattern, "text, vision, audio, embeddings, or patterns of tensor names", reason)
+        }
+        error => error,
+    })?;
     match lora {
         Some(lora) => Ok(Weights::check_lora(model, &lora)?),
         None if trained == 0 => Err(all_frozen(config)),

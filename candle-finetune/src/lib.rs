@@ -54,11 +54,11 @@ pub use metrics::MetricsFile;
 pub use optimizer::{AdamW, AdamWConfig, Moments, StateFault};
 pub use packing::{Batch, Packer};
 pub use plan::{EpochPlan, Plan};
-pub use progress::Progress;
+pub use progress::{Progress, tell};
 pub use report::{History, StepReport, ValidationReport};
 pub use run::{
     ADAPTER_FOLDER, CHECKPOINT_FOLDER, Control, LOSS_CURVE_FILE, METRICS_FILE, SETTINGS_FILE, TENSORBOARD_FOLDER,
-    resume, resumed_settings, run, run_controlled,
+    layered_settings, resume, resumed_settings, run, run_controlled,
 };
 pub use sample::{Part, Position, Sample, Source, Token};
 pub use schedule::{Schedule, ScheduleKind};

@@ -44,6 +44,11 @@ impl Job {
         }
     }
 
+    /// Whether [`Job::write_outputs`] will find room: what is in the way should be told before training, not after it.
+    pub(crate) fn check_outputs(&self, config: &Config) -> Result<()> {
+        self.outputs(config).iter().try_for_each(|(_, folder)| saves::check_place(folder))
+    }
+
     /// The folders that [`Job::write_outputs`] writes, by what they are.
     pub fn outputs(&self, config: &Config) -> Vec<(&'static str, PathBuf)> {
         let model = config.out.join(CHECKPOINT_FOLDER);

@@ -1,6 +1,6 @@
 //! What a person sees while a run goes on, on standard error: a bar on a terminal, a few plain lines elsewhere.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::sync::Mutex;
 use std::time::Duration;
 
@@ -14,6 +14,11 @@ const PLAIN_LINES: usize = 20;
 /// Two lines, so that the numbers have room on a terminal of 80 columns.
 const STYLE: &str = "{bar:30} step {pos}/{len}  [{elapsed} < {eta}]\n{wide_msg}";
 
+/// Writes to standard error. A run does not end because nobody listens any more: a closed pipe, a full disk.
+pub fn tell(text: &str) {
+    let _ = std::io::stderr().lock().write_all(text.as_bytes());
+}
+
 /// The progress of one run.
 #[derive(Debug)]
 pub struct Progress {
@@ -25,7 +30,7 @@ pub struct Progress {
 impl Progress {
     /// Begins after `done` of `steps` steps, beneath lines of a name and a value that say what is trained and how.
     pub fn start(steps: usize, done: usize, header: &[(&str, String)]) -> Self {
-        eprint!("{}", aligned(header));
+        tell(&aligned(header));
         let target = std::io::stderr().is_terminal().then(ProgressDrawTarget::stderr);
         let progress = Self::on(target, steps, done);
         if let Some(bar) = &progress.bar {
@@ -60,7 +65,7 @@ impl Progress {
                 bar.set_message(numbers(report, *self.val_loss.lock().unwrap_or_else(|e| e.into_inner())));
                 bar.set_position(report.step as u64);
             }
-            None => self.plain(report).iter().for_each(|line| eprintln!("{line}")),
+            None => self.plain(report).iter().for_each(|line| tell(&format!("{line}\n"))),
         }
     }
 
@@ -68,7 +73,7 @@ impl Progress {
     pub fn validation(&self, report: &ValidationReport) {
         *self.val_loss.lock().unwrap_or_else(|e| e.into_inner()) = Some(report.val_loss);
         if self.bar.is_none() {
-            eprintln!("{}", validation_line(report));
+            tell(&format!("{}\n", validation_line(report)));
         }
     }
 
@@ -82,7 +87,7 @@ impl Progress {
     fn say(&self, line: &str) {
         match &self.bar {
             Some(bar) => bar.println(line),
-            None => eprintln!("{line}"),
+            None => tell(&format!("{line}\n")),
         }
     }
 

@@ -11,6 +11,7 @@ use crate::config::Config;
 use crate::error::{Error, Result, io};
 use crate::job::Job;
 use crate::metrics::MetricsFile;
+use crate::progress::tell;
 use crate::recorder::Recorder;
 use crate::report::History;
 use crate::saves::{CHECKPOINTS_FOLDER, Save, Saves};
@@ -55,6 +56,7 @@ pub fn run(config: &Config, observer: &Observer) -> Result<Summary> {
 pub fn run_controlled(config: &Config, control: &Control) -> Result<Summary> {
     let began = Instant::now();
     let job = Job::prepare_with_weights(config, None)?;
+    job.check_outputs(config)?;
     fs::create_dir_all(&config.out).map_err(io("create", &config.out))?;
     let saves = open(config)?;
     if let Some(last) = saves.list()?.last() {
@@ -65,6 +67,24 @@ pub fn run_controlled(config: &Config, control: &Control) -> Result<Summary> {
     let metrics = MetricsFile::create(&config.out.join(METRICS_FILE))?;
     let recorder = Recorder::start(config, &job, &saves, (metrics, History::default()), control)?;
     finish(config, &job, None, recorder, began)
+}
+
+/// Settings in layers: defaults, with `resume` those of the run that goes on, a settings file, and `flags` (names and
+/// values as [`Config::set`] takes them), each over the ones before. Which run goes on is `out.dir` of flags or file.
+///
+/// # Errors
+/// As [`Config::set_file`], [`Config::set`] and [`resumed_settings`].
+pub fn layered_settings(file: Option<&Path>, flags: &[(&str, &str)], resume: bool) -> Result<Config> {
+    let given = |mut config: Config| {
+        file.map_or(Ok(()), |file| config.set_file(file))?;
+        flags.iter().try_for_each(|(name, value)| config.set(name, value))?;
+        Ok(config)
+    };
+    let config = given(Config::default())?;
+    match resume {
+        true => given(resumed_settings(&config.out)?),
+        false => Ok(config),
+    }
 }
 
 /// The settings of the run in a folder, for [`resume`]; `out` is that folder.
@@ -92,6 +112,7 @@ pub fn resume(config: &Config, control: &Control) -> Result<Summary> {
     let changes = config.changes_since(&settings(&latest.save)?)?;
     let job = Job::prepare_with_weights(config, Some(&latest.save.folder))?;
     job.check_resumable(state)?;
+    job.check_outputs(config)?;
     let past = MetricsFile::resume(&config.out.join(METRICS_FILE), state.step)?;
     let recorder = Recorder::start(config, &job, &saves, past, control)?;
     latest.skipped.iter().for_each(|damaged| recorder.say(&damaged.to_string()));
@@ -110,7 +131,7 @@ fn finish(config: &Config, job: &Job, from: Option<&Save>, recorder: Recorder, b
         job.write_outputs(config, &trained.weights)?;
     }
     let summary = Summary::new(job, config, &trained, &history, began.elapsed());
-    eprint!("{}", closing(config, job, &summary, &history));
+    tell(&closing(config, job, &summary, &history));
     Ok(summary)
 }
 

@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 
 pub use self::error::SaveError;
 use self::folder::Lock;
+pub(crate) use self::folder::check_place;
 pub use self::folder::replace;
 use self::record::Record;
 pub use self::record::{Save, State};

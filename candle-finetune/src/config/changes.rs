@@ -83,14 +83,19 @@ mod tests {
             assert!(text.contains("begin a new run in another --out"), "{text}");
         }
         let mut config = before.clone();
-        for (key, value) in
-            [("train.steps", "50"), ("train.learning_rate", "0.5"), ("parallel.cp", "4"), ("out.dir", "x")]
-        {
+        for (key, value) in [
+            ("train.steps", "50"),
+            ("train.learning_rate", "0.5"),
+            ("parallel.cp", "4"),
+            ("out.dir", "x"),
+            ("model.path", "n"),
+        ] {
             config.set(key, value).unwrap();
         }
         assert_eq!(
             config.changes_since(&before).unwrap(),
             [
+                "model.path is \"n\" from now on; until the checkpoint it was \"m\"",
                 "train.steps is 50 from now on; until the checkpoint it was unset",
                 "train.learning_rate is 0.5 from now on; until the checkpoint it was 0.0001",
             ]

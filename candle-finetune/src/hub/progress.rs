@@ -5,6 +5,8 @@ use std::path::Path;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::progress::tell;
+
 /// Files below this size get no bar of their own, in bytes.
 const SMALL: u64 = 1 << 20;
 
@@ -112,7 +114,7 @@ impl PullBar {
     fn say(&self, line: &str) {
         match &self.bar {
             Some(bar) => bar.println(line),
-            None => eprintln!("{line}"),
+            None => tell(&format!("{line}\n")),
         }
     }
 }

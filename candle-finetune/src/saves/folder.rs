@@ -57,6 +57,14 @@ pub(super) fn publish(place: &Path, write: impl FnOnce(&Path) -> Result<()>) -> 
     Ok(Some(old))
 }
 
+/// Whether [`replace`] can put a folder there; nothing is changed.
+///
+/// # Errors
+/// Something at the place is no checkpoint.
+pub(crate) fn check_place(place: &Path) -> Result<()> {
+    replaces(&fs::canonicalize(place).unwrap_or_else(|_| place.to_path_buf())).map(drop)
+}
+
 /// What comes after [`publish`]: its error is told with the place, or the older folder is deleted.
 pub(super) fn discard_replaced(published: Result<Option<PathBuf>>, place: &Path) -> Result<()> {
     match published {

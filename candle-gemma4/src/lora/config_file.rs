@@ -152,6 +152,11 @@ pub(crate) fn text(options: &LoraOptions, paths: &BTreeSet<&str>, base_model: &s
         alpha if alpha.fract() == 0.0 && alpha < 1e15 => json!(alpha as u64),
         alpha => json!(alpha),
     };
+    // PEFT has a field of its own for the revision, and takes no name with one behind it.
+    let (base_model, revision) = match base_model.split_once('@') {
+        Some((name, revision)) if !Path::new(base_model).is_dir() => (name, Some(revision)),
+        _ => (base_model, None),
+    };
     let json = json!({
         "alpha_pattern": {},
         "base_model_name_or_path": base_model,
@@ -166,7 +171,7 @@ pub(crate) fn text(options: &LoraOptions, paths: &BTreeSet<&str>, base_model: &s
         "peft_type": "LORA",
         "r": options.rank,
         "rank_pattern": {},
-        "revision": null,
+        "revision": revision,
         "target_modules": paths,
         "task_type": "CAUSAL_LM",
         "use_dora": false,

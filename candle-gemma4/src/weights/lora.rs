@@ -122,8 +122,8 @@ impl Weights {
     }
 
     /// Writes the adapters into a folder, which is made if need be, as PEFT does: `adapter_model.safetensors` and
-    /// `adapter_config.json`. `base_model` is the name or folder of the model that they belong to. Both files are
-    /// written beside their places first and then moved.
+    /// `adapter_config.json`. `base_model` is the folder of the model that they belong to, or its name on the Hub,
+    /// perhaps with `@revision` behind it. Both files are written beside their places first and then moved.
     ///
     /// The targets in the configuration are the full paths of the modules: in a model with towers PEFT would find
     /// modules by `q_proj` that were not adapted here.
