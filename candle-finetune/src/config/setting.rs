@@ -89,12 +89,7 @@ impl Setting {
     /// Sets a value of the settings file; the error is a message.
     pub(super) fn set_value(&self, config: &mut Config, value: &toml::Value) -> std::result::Result<(), String> {
         let Some(text) = text(value).filter(|_| self.takes(value)) else {
-            return Err(format!(
-                "{} = {value}: {} is no value of it; {}",
-                self.key,
-                kind(value),
-                self.in_file()
-            ));
+            return Err(format!("{} = {value}: {} is no value of it; {}", self.key, kind(value), self.in_file()));
         };
         let told = |allowed| format!("{} = {value}: allowed is {allowed}; {}", self.key, self.in_file());
         (self.set)(config, &text).map_err(told)
