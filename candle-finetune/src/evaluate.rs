@@ -54,10 +54,10 @@ impl Scores {
 ///
 /// # Errors
 /// A tensor operation or an exchange with another rank failed.
-pub fn evaluate(trainer: &Trainer, batches: &[Batch]) -> Result<Scores> {
+pub fn evaluate(trainer: &Trainer, batches: impl Iterator<Item = Result<Batch>>) -> Result<Scores> {
     let mut scores = Scores::default();
     for batch in batches {
-        add_local(trainer, batch, &mut scores)?;
+        add_local(trainer, &batch?, &mut scores)?;
     }
     let local = Tensor::new(scores.numbers(), &Device::Cpu)?;
     let sums = trainer.comm().all_reduce_sum(&local)?.to_vec1::<f64>()?;

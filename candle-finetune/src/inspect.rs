@@ -133,7 +133,7 @@ fn survivors(lines: &Lines, seq_len: usize) -> String {
 /// How the rows of the first epoch are filled.
 fn packed(lines: &Lines, model: &candle_gemma4::Config, config: &Config) -> Result<String> {
     let EpochPlan { batches, rows, tokens, steps, .. } = Plan::make(lines, model, config)?.first();
-    let places = batches * config.batch_rows * config.seq_len;
+    let places = rows * config.seq_len;
     let mut text = format!(
         "packed, one epoch: {} in {} of {} tokens ({} of {}, {}), {} padding\n",
         counted(lines.len(), "sample"),

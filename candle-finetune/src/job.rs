@@ -158,26 +158,31 @@ impl Job {
         self.lines()?.validation.as_ref().map(|_| config.validate_every.unwrap_or(self.steps.div_ceil(10)))
     }
 
-    /// All held-out batches: of the digits each one once per round, of a data file what is held out of it.
-    ///
-    /// # Errors
-    /// A conversation does not fit a row.
-    pub fn held_out(&self, config: &Config) -> Result<Vec<Batch>> {
-        let (source, rounds): (Box<dyn Source>, usize) = match &self.data {
-            Data::Digits(task) => (Box::new(task.held_out(HELD_OUT_SEED)), config.held_out_rounds),
-            Data::Lines(samples) => match &samples.validation {
-                Some(lines) => (Box::new(lines.in_order()), 1),
-                None => return Ok(Vec::new()),
-            },
-        };
-        let mut packer = Packer::new(source, &self.model, config.batch_rows, config.seq_len);
-        let mut batches = Vec::new();
-        for _ in 0..rounds {
-            while let Some(batch) = packer.next_batch()? {
-                batches.push(batch);
+    /// All held-out batches, made as they are asked for: of the digits each one once per round, of a data file what is
+    /// held out of it. A batch is an error if a picture cannot be read any more.
+    pub fn held_out<'a>(&'a self, config: &Config) -> impl Iterator<Item = Result<Batch>> + use<'a> {
+        let source: Option<Box<dyn Source + 'a>> = match &self.data {
+            Data::Digits(task) => Some(Box::new(task.held_out(HELD_OUT_SEED))),
+            Data::Lines(samples) => {
+                samples.validation.as_ref().map(|lines| Box::new(lines.in_order()) as Box<dyn Source>)
             }
-        }
-        Ok(batches)
+        };
+        let mut rounds = match (&self.data, &source) {
+            (_, None) => 0,
+            (Data::Digits(_), _) => config.held_out_rounds,
+            (Data::Lines(_), _) => 1,
+        };
+        let mut packer = source.map(|source| Packer::new(source, &self.model, config.batch_rows, config.seq_len));
+        std::iter::from_fn(move || {
+            let packer = packer.as_mut()?;
+            while rounds > 0 {
+                match packer.next_batch().transpose() {
+                    Some(batch) => return Some(batch),
+                    None => rounds -= 1,
+                }
+            }
+            None
+        })
     }
 
     /// The checkpoint folder that training began from.

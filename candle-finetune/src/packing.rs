@@ -87,7 +87,7 @@ impl Batch {
 }
 
 /// Fills batches from a source: each sample goes to the first row with room; the first one that fits nowhere begins
-/// the next batch. A batch never reaches over the end of an epoch.
+/// the next batch. A batch never reaches over the end of an epoch; the last one of an epoch may have fewer rows.
 pub struct Packer<'a> {
     source: Box<dyn Source + 'a>,
     /// Where the first sample lies that is in no batch yet.
@@ -135,8 +135,8 @@ impl<'a> Packer<'a> {
     /// # Errors
     /// The source failed, or a sample is longer than a row.
     pub fn next_batch(&mut self) -> Result<Option<Batch>> {
-        let mut rows: Vec<Vec<Sample>> = vec![Vec::new(); self.rows];
-        let mut used = vec![0; self.rows];
+        let mut rows: Vec<Vec<Sample>> = Vec::new();
+        let mut used = Vec::new();
         // An error leaves the position where it was.
         let mut place = self.position;
         let samples = self.epoch_len();
@@ -148,12 +148,20 @@ impl<'a> Packer<'a> {
             if sample.len() > self.seq_len {
                 return Err(Error::SampleTooLong { tokens: sample.len(), seq_len: self.seq_len });
             }
-            let Some(row) = used.iter().position(|&used| used + sample.len() <= self.seq_len) else {
-                self.waiting = Some(sample);
-                break;
-            };
-            used[row] += sample.len();
-            rows[row].push(sample);
+            match used.iter().position(|&used| used + sample.len() <= self.seq_len) {
+                Some(row) => {
+                    used[row] += sample.len();
+                    rows[row].push(sample);
+                }
+                None if rows.len() < self.rows => {
+                    used.push(sample.len());
+                    rows.push(vec![sample]);
+                }
+                None => {
+                    self.waiting = Some(sample);
+                    break;
+                }
+            }
             place.taken += 1;
         }
         if place == self.position {
@@ -250,8 +258,8 @@ mod tests {
         assert_eq!(first.token_count(), 16);
         // The sample of 4 did not fit and waits; the epoch ends after the one of 1, and so does the batch.
         let second = packer.next_batch()?.expect("a batch");
-        assert_eq!(second.ids, [[24, 24, 24, 24, 25, 0, 0, 0], [0; 8]]);
-        assert_eq!(second.documents, [[0, 0, 0, 0, 1, -1, -1, -1], [-1; 8]]);
+        assert_eq!(second.ids, [[24, 24, 24, 24, 25, 0, 0, 0]]);
+        assert_eq!(second.documents, [[0, 0, 0, 0, 1, -1, -1, -1]]);
         assert_eq!(second.token_count(), 5);
         assert!(packer.next_batch()?.is_none());
         assert_eq!(packer.next_training_batch()?, first);

@@ -106,7 +106,6 @@ pub fn train(job: &Job, config: &Config, observer: &Observer) -> Result<Trained>
 /// # Errors
 /// The error of the first rank that failed, with its number; all ranks end.
 pub fn train_watched(job: &Job, config: &Config, from: Option<&Save>, watcher: &dyn Watcher) -> Result<Trained> {
-    let held_out = job.held_out(config)?;
     job.notices().iter().for_each(|found| watcher.notice(found));
     let rank = |comm: Arc<dyn Communicator>| {
         let mut trainer = match from {
@@ -120,11 +119,11 @@ pub fn train_watched(job: &Job, config: &Config, from: Option<&Save>, watcher: &
         if trainer.comm().rank() == 0 {
             trainer.notices().iter().for_each(|found| watcher.notice(found));
         }
-        let (reports, scores, stopped) = steps(&mut trainer, &mut batches, &held_out, watcher)?;
+        let (reports, scores, stopped) = steps(&mut trainer, &mut batches, watcher)?;
         let scores = match scores {
             Some(scores) => scores,
             None if stopped => Scores::default(),
-            None => evaluate(&trainer, &held_out)?,
+            None => evaluate(&trainer, job.held_out(config))?,
         };
         Ok::<_, crate::Error>(Trained { reports, scores, weights: trainer.into_weights(), stopped })
     };
@@ -137,7 +136,6 @@ pub fn train_watched(job: &Job, config: &Config, from: Option<&Save>, watcher: &
 fn steps(
     trainer: &mut Trainer,
     batches: &mut Packer,
-    held_out: &[Batch],
     watcher: &dyn Watcher,
 ) -> Result<(Vec<StepReport>, Option<Scores>, bool)> {
     let (job, config) = (trainer.job(), trainer.config());
@@ -155,7 +153,7 @@ fn steps(
         let step = report.step;
         let due = |every: usize| step.is_multiple_of(every) || step == job.steps();
         scores = match validate_every.is_some_and(due) {
-            true => Some(evaluate(trainer, held_out)?),
+            true => Some(evaluate(trainer, job.held_out(config))?),
             false => None,
         };
         if let Some(val_loss) = scores.as_ref().and_then(Scores::loss).filter(|_| rank == 0) {
