@@ -121,7 +121,7 @@ impl Config {
             flag: Some("--data"),
             value: "FILE|hub:ORG/NAME",
             help: "Lines {\"messages\"}, {\"prompt\", \"completion\", \"images\"} or {\"text\"} (JSONL, or Parquet with the \
-                   feature `parquet`), or a data set on the Hub, hub:ORG/NAME[@REVISION][:SPLIT]; needs --model [default: \
+                   feature `parquet`), or a data set on the Hub, hub:ORG/NAME with @REVISION and :SPLIT where wanted; needs --model [default: \
                    handwritten digits]",
             example: "chats.jsonl",
             set: |config, text| path(text).map(|path| config.data = Some(path)),
