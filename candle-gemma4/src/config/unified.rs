@@ -20,6 +20,9 @@ pub struct PatchEmbedderConfig {
     pub initializer_range: f64,
 }
 
+/// Longest side of a patch of the model, in pixels. No model is near it; what follows from a side stays countable.
+const MAX_SIDE: u64 = 4096;
+
 const REQUIRED: [&str; 5] = ["patch_size", "pooling_kernel_size", "mm_embed_dim", "mm_posemb_size", "rms_norm_eps"];
 
 impl PatchEmbedderConfig {
@@ -38,6 +41,10 @@ impl PatchEmbedderConfig {
         }
         let (patch_size, pooling_kernel_size) = (fields.size("patch_size")?, fields.size("pooling_kernel_size")?);
         let side = patch_size as u64 * pooling_kernel_size as u64;
+        if side > MAX_SIDE {
+            let reason = format!("times pooling_kernel_size is {side} pixels; at most {MAX_SIDE} make a patch");
+            return Err(fields.refuse("patch_size", reason));
+        }
         if fields.size_if_present("model_patch_size")?.is_some_and(|given| given as u64 != side) {
             let reason = format!("must be patch_size times pooling_kernel_size, {side}");
             return Err(fields.refuse("model_patch_size", reason));
