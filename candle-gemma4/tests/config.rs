@@ -238,9 +238,9 @@ fn the_side_of_merged_patches_follows_from_two_others() {
     let expected = "vision_config.model_patch_size is 48: must be patch_size times pooling_kernel_size, 8";
     assert!(message.contains(expected), "{message}");
     json["vision_config"]["model_patch_size"] = serde_json::Value::Null;
-    json["vision_config"]["patch_size"] = u32::MAX.into();
+    json["vision_config"]["patch_size"] = i32::MAX.into();
     let message = Config::from_json(&json.to_string()).unwrap_err().to_string();
-    let expected = "vision_config.patch_size is 4294967295: times pooling_kernel_size is ";
+    let expected = "vision_config.patch_size is 2147483647: times pooling_kernel_size is ";
     assert!(message.contains(expected) && message.contains("at most 4096 make a patch"), "{message}");
 }
 
