@@ -67,7 +67,7 @@ pub fn inspect(config: &Config, inspection: &Inspection) -> Result<String> {
     ];
     let sample = sample::show(&lines, config, inspection)?;
     sections.push(match lines.fit(config.seq_len, config.truncate) {
-        Ok(lines) => packed(&lines, &model, config)?,
+        Ok(lines) => packed(&lines, config),
         Err(error @ Error::NothingFits { .. }) => format!("{error}\n"),
         Err(error) => return Err(error),
     });
@@ -131,8 +131,8 @@ fn survivors(lines: &Lines, seq_len: usize) -> String {
 }
 
 /// How the rows of the first epoch are filled.
-fn packed(lines: &Lines, model: &candle_gemma4::Config, config: &Config) -> Result<String> {
-    let EpochPlan { batches, rows, tokens, steps, .. } = Plan::make(lines, model, config)?.first();
+fn packed(lines: &Lines, config: &Config) -> String {
+    let EpochPlan { batches, rows, tokens, steps, .. } = Plan::make(lines, config).first();
     let places = rows * config.seq_len;
     let mut text = format!(
         "packed, one epoch: {} in {} of {} tokens ({} of {}, {}), {} padding\n",
@@ -145,7 +145,7 @@ fn packed(lines: &Lines, model: &candle_gemma4::Config, config: &Config) -> Resu
         share(places - tokens, places)
     );
     lines.fitted().notices().iter().for_each(|notice| text += &format!("{notice}\n"));
-    Ok(text)
+    text
 }
 
 fn share(part: usize, whole: usize) -> String {

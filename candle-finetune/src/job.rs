@@ -38,6 +38,8 @@ struct Samples {
     /// Held out.
     validation: Option<Lines>,
     plan: Plan,
+    /// Of what is trained on.
+    fingerprint: String,
 }
 
 /// Model and data of a run; ranks share it.
@@ -74,7 +76,7 @@ impl Job {
         let data = match (config.model_folder(), &config.data) {
             (Some(folder), Some(_)) => {
                 let encoder = Arc::new(Encoder::from_folder(folder, &model)?);
-                Data::Lines(Box::new(Samples::read(encoder, &model, config)?))
+                Data::Lines(Box::new(Samples::read(encoder, config)?))
             }
             (Some(folder), None) => Data::digits(config, &model, &TextTokenizer::from_folder(folder)?)?,
             (None, _) => {
@@ -198,17 +200,17 @@ impl Job {
     }
 
     /// Tells training data apart: all tokens of all samples and what is learned of them.
-    pub fn fingerprint(&self) -> String {
+    pub fn fingerprint(&self) -> &str {
         match &self.data {
-            Data::Digits(_) => "digits".to_string(),
-            Data::Lines(samples) => samples.train.fingerprint(),
+            Data::Digits(_) => "digits",
+            Data::Lines(samples) => &samples.fingerprint,
         }
     }
 
     /// Whether a run can go on with this data.
     pub(crate) fn check_resumable(&self, state: &State) -> Result<()> {
         match &self.data {
-            Data::Lines(samples) if samples.train.fingerprint() != state.data => {
+            Data::Lines(samples) if samples.fingerprint != state.data => {
                 Err(Error::DataChanged { path: samples.train.path().to_path_buf() })
             }
             _ if self.steps < state.step => {
@@ -248,7 +250,7 @@ impl Job {
 }
 
 impl Samples {
-    fn read(encoder: Arc<Encoder>, model: &candle_gemma4::Config, config: &Config) -> Result<Self> {
+    fn read(encoder: Arc<Encoder>, config: &Config) -> Result<Self> {
         let read = |files: &[PathBuf]| Lines::read_all(files, encoder.clone())?.fit(config.seq_len, config.truncate);
         let all = read(&config.train_files())?;
         let (train, validation) = match (config.validation_files().as_slice(), config.validation_share) {
@@ -259,8 +261,8 @@ impl Samples {
             }
             (files, _) => (all, Some(read(files)?)),
         };
-        let plan = Plan::make(&train, model, config)?;
-        Ok(Self { train, validation, plan })
+        let (plan, fingerprint) = (Plan::make(&train, config), train.fingerprint());
+        Ok(Self { train, validation, plan, fingerprint })
     }
 
     fn summary(&self, config: &Config) -> String {

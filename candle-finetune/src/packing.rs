@@ -86,6 +86,40 @@ impl Batch {
     }
 }
 
+/// The rows of one batch as they fill up: what comes goes to the first row with room.
+#[derive(Debug)]
+pub(crate) struct FirstFit {
+    used: Vec<usize>,
+    most: usize,
+    seq_len: usize,
+}
+
+impl FirstFit {
+    /// Up to `most` rows of `seq_len` tokens.
+    pub(crate) fn new(most: usize, seq_len: usize) -> Self {
+        Self { used: Vec::new(), most, seq_len }
+    }
+
+    /// The row that takes `len` tokens, at most those of a row; `None` if the batch is full.
+    pub(crate) fn place(&mut self, len: usize) -> Option<usize> {
+        let row = match self.used.iter().position(|used| used + len <= self.seq_len) {
+            Some(row) => row,
+            None if self.used.len() < self.most => {
+                self.used.push(0);
+                self.used.len() - 1
+            }
+            None => return None,
+        };
+        self.used[row] += len;
+        Some(row)
+    }
+
+    /// Rows that hold something.
+    pub(crate) fn rows(&self) -> usize {
+        self.used.len()
+    }
+}
+
 /// Fills batches from a source: each sample goes to the first row with room; the first one that fits nowhere begins
 /// the next batch. A batch never reaches over the end of an epoch; the last one of an epoch may have fewer rows.
 pub struct Packer<'a> {
@@ -136,7 +170,7 @@ impl<'a> Packer<'a> {
     /// The source failed, or a sample is longer than a row.
     pub fn next_batch(&mut self) -> Result<Option<Batch>> {
         let mut rows: Vec<Vec<Sample>> = Vec::new();
-        let mut used = Vec::new();
+        let mut fit = FirstFit::new(self.rows, self.seq_len);
         // An error leaves the position where it was.
         let mut place = self.position;
         let samples = self.epoch_len();
@@ -148,20 +182,12 @@ impl<'a> Packer<'a> {
             if sample.len() > self.seq_len {
                 return Err(Error::SampleTooLong { tokens: sample.len(), seq_len: self.seq_len });
             }
-            match used.iter().position(|&used| used + sample.len() <= self.seq_len) {
-                Some(row) => {
-                    used[row] += sample.len();
-                    rows[row].push(sample);
-                }
-                None if rows.len() < self.rows => {
-                    used.push(sample.len());
-                    rows.push(vec![sample]);
-                }
-                None => {
-                    self.waiting = Some(sample);
-                    break;
-                }
-            }
+            let Some(row) = fit.place(sample.len()) else {
+                self.waiting = Some(sample);
+                break;
+            };
+            rows.resize_with(fit.rows(), Vec::new);
+            rows[row].push(sample);
             place.taken += 1;
         }
         if place == self.position {

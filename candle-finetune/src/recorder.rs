@@ -125,7 +125,7 @@ impl Watcher for Recorder<'_> {
                 step,
                 position,
                 seed: self.config.seed,
-                data: self.job.fingerprint(),
+                data: self.job.fingerprint().to_string(),
                 settings: self.config.to_toml(),
                 val_loss,
                 best_val_loss: history.best_validation().map(|report| report.val_loss),

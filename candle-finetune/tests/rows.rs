@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use candle_finetune::jsonl::Lines;
-use candle_finetune::{Config, Encoder, Error, Job, Part, Result, Sample, Watcher, run, train_watched};
+use candle_finetune::{Config, Encoder, Error, Job, Part, Plan, Result, Sample, Watcher, run, train_watched};
 use tempfile::TempDir;
 
 fn checkpoint() -> PathBuf {
@@ -238,4 +238,37 @@ fn a_run_says_what_it_left_out_and_counts_it_in_its_summary() {
         let json: serde_json::Value = serde_json::from_str(&json).unwrap();
         assert_eq!((&json["samples_dropped"], &json["samples_cut"]), (&dropped.into(), &cut.into()), "{json}");
     }
+}
+
+#[test]
+fn the_plan_of_lengths_is_what_the_packer_does() {
+    let text: String = (0..17).map(|i| format!("{{\"text\":\"{}\"}}\n", "1 ".repeat(1 + i * i % 11))).collect();
+    let (dir, path) = file(&text);
+    let longest = lengths(&Lines::read(&path, encoder()).unwrap()).into_iter().max().unwrap();
+    let config = Config {
+        epochs: Some(4),
+        accumulate: 2,
+        model: Some(checkpoint()),
+        data: Some(path.clone()),
+        out: dir.path().join("out"),
+        batch_rows: 2,
+        seq_len: longest + 3,
+        ..Config::default()
+    };
+    let job = Job::prepare(&config).unwrap();
+    let mut packer = job.training(&config);
+    let mut steps = Vec::new();
+    for epoch in 0..4 {
+        let batches: Vec<_> = std::iter::from_fn(|| packer.next_batch().unwrap()).collect();
+        steps.push(batches.len().div_ceil(2));
+        if epoch == 0 {
+            let lines = Lines::read(&path, encoder()).unwrap().fit(config.seq_len, false).unwrap();
+            let plan = Plan::make(&lines, &config).first();
+            let rows = batches.iter().map(|batch| batch.ids.len()).sum();
+            let tokens = batches.iter().map(|batch| batch.token_count()).sum();
+            assert_eq!((plan.samples, plan.batches, plan.rows, plan.tokens), (17, batches.len(), rows, tokens));
+            assert!(batches.len() > 2, "{plan:?}");
+        }
+    }
+    assert_eq!(job.steps(), steps.iter().sum::<usize>(), "{steps:?}");
 }

@@ -83,28 +83,24 @@ impl Config {
         Ok(())
     }
 
-    /// The same, one line per section, for a person to read.
+    /// All settings that have a value, one line per section, for a person to read.
     pub fn to_lines(&self) -> Vec<String> {
-        let line = |section: &&str| {
-            let keys = Self::SETTINGS.iter().filter(|setting| setting.section().0 == *section);
-            let values: Vec<String> = keys.filter_map(|setting| setting.line(self)).collect();
-            (!values.is_empty()).then(|| format!("[{section}] {}", values.join(", ")))
-        };
-        sections().iter().filter_map(line).collect()
+        self.lines().map(|(section, lines)| format!("[{section}] {}", lines.join(", "))).collect()
     }
 
-    /// All settings that have a value, as a settings file that gives the same run.
+    /// The same as a settings file that gives the same run.
     pub fn to_toml(&self) -> String {
-        let mut text = String::new();
-        for section in sections() {
+        let section = |(section, lines): (&str, Vec<String>)| format!("[{section}]\n{}\n", lines.join("\n"));
+        self.lines().map(section).collect::<Vec<_>>().join("\n")
+    }
+
+    /// The lines of every section that has any.
+    fn lines(&self) -> impl Iterator<Item = (&'static str, Vec<String>)> {
+        let lines = |section: &str| {
             let keys = Self::SETTINGS.iter().filter(|setting| setting.section().0 == section);
-            let lines: Vec<String> = keys.filter_map(|setting| Some(setting.line(self)? + "\n")).collect();
-            if !lines.is_empty() {
-                let gap = if text.is_empty() { "" } else { "\n" };
-                text += &format!("{gap}[{section}]\n{}", lines.concat());
-            }
-        }
-        text
+            keys.filter_map(|setting| setting.line(self)).collect::<Vec<_>>()
+        };
+        sections().into_iter().map(move |section| (section, lines(section))).filter(|(_, lines)| !lines.is_empty())
     }
 }
 

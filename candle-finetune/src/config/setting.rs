@@ -35,7 +35,7 @@ impl Setting {
         let key = name.strip_prefix("--").unwrap_or(name);
         let found = Config::SETTINGS.iter().find(|setting| setting.key == key || setting.flag == Some(name));
         found.ok_or_else(|| {
-            let nearest = Self::nearest(key).map(|setting| setting.name().to_string());
+            let nearest = Self::nearest(key).map(Self::name);
             Error::UnknownFlag { flag: name.to_string(), nearest }
         })
     }
@@ -97,10 +97,8 @@ impl Setting {
 
     /// Whether a value is of a kind that can be meant: names are texts or lists of them, and nothing else is.
     fn takes(&self, value: &toml::Value) -> bool {
-        let mut sample = Config::default();
-        (self.set)(&mut sample, self.example).expect("an example can be used");
         let is_name = |value: &toml::Value| value.is_str() || value.is_array();
-        !(self.get)(&sample).is_some_and(|sample| is_name(&sample)) || is_name(value)
+        !(self.get)(&self.sample()).is_some_and(|sample| is_name(&sample)) || is_name(value)
     }
 
     /// The line of a settings file, without its section.
@@ -113,11 +111,16 @@ impl Setting {
         Some(format!("{} = {value}", self.section().1))
     }
 
-    fn in_file(&self) -> String {
+    /// Settings with the example in place.
+    fn sample(&self) -> Config {
         let mut sample = Config::default();
         (self.set)(&mut sample, self.example).expect("an example can be used");
+        sample
+    }
+
+    fn in_file(&self) -> String {
         let (section, key) = self.section();
-        let line = self.line(&sample).unwrap_or_else(|| format!("{key} = {}", self.example));
+        let line = self.line(&self.sample()).unwrap_or_else(|| format!("{key} = {}", self.example));
         format!("write for example {line} in [{section}]")
     }
 }
