@@ -23,6 +23,7 @@ mod compiled;
 mod cross_entropy;
 mod element;
 mod forward;
+pub mod gpu;
 mod heads;
 mod instructions;
 mod matmul;
