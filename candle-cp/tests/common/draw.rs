@@ -133,7 +133,7 @@ pub fn strides() -> impl Strategy<Value = Strides> {
 }
 
 prop_compose! {
-    fn case_of(lengths: std::ops::RangeInclusive<usize>, head_dims: Vec<usize>, windows: Vec<usize>, segment: usize)(
+    pub fn case_of(lengths: std::ops::RangeInclusive<usize>, head_dims: Vec<usize>, windows: Vec<usize>, segment: usize)(
         len in lengths,
         rows in prop::collection::vec(row(segment, segment / 2), 1..=3),
         rule in rule(windows),

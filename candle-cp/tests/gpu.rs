@@ -1,0 +1,121 @@
+//! The GPU kernels, run by the emulator, against the dense reference by the error-ratio rule.
+
+mod common;
+#[path = "common/emulated.rs"]
+mod emulated;
+
+use candle_cp_kernels::gpu::GpuElement;
+use common::draw::{self, LayoutDraw};
+use common::ratio::{assert_gradient_ratio, assert_ratio, composed_with_keys, rounded_data};
+use common::{Case, Outcome, Rule, block, dense, documents, magnitude, max_difference};
+use emulated::{DEVICES, Gpu, Memories, dtype};
+use proptest::prelude::*;
+use ptx_emulator::CopyLanding;
+
+const ELEMENTS: [GpuElement; 3] = [GpuElement::Bf16, GpuElement::F16, GpuElement::F32];
+
+/// Compares with the dense reference; `composed` computations in the same type give the measure.
+fn check(name: &str, gpu: &Gpu, case: &Case, layout: &candle_cp::SequenceLayout, element: GpuElement) {
+    let dtype = dtype(element);
+    let data = rounded_data(&case.data(), dtype);
+    let reference = dense(case, &data);
+    let composed = composed_with_keys(case, &data, dtype).unwrap();
+    let found = gpu.pass(case, &data, layout);
+    let slack = if element == GpuElement::F32 { 4.0 * f64::from(f32::EPSILON) * magnitude(&reference.lse).max(1.0) } else { 0.0 };
+    let parts = |x: &Outcome| x.parts().map(|(_, numbers)| numbers.to_vec());
+    let [out, lse, dq, dk, dv] = parts(&found);
+    let [composed_out, _, composed_dq, composed_dk, composed_dv] = parts(&composed);
+    assert_ratio(&format!("{name}: out"), dtype, (&out, &composed_out, &reference.out), slack);
+    let (off, allowed) = (max_difference(&lse, &reference.lse), 1e-5 * magnitude(&reference.lse).max(1.0));
+    assert!(off <= allowed, "{name}: lse is off by {off:e}, allowed {allowed:e}");
+    for (part, found, composed, reference) in [
+        ("dq", &dq, &composed_dq, &reference.dq),
+        ("dk", &dk, &composed_dk, &reference.dk),
+        ("dv", &dv, &composed_dv, &reference.dv),
+    ] {
+        assert_gradient_ratio(&format!("{name}: {part}"), dtype, (found, composed, reference), slack);
+    }
+}
+
+/// A case of a drawn shape that tensor cores and the mask both matter in.
+fn gpu_case(lengths: std::ops::RangeInclusive<usize>, head_dims: Vec<usize>) -> impl Strategy<Value = Case> {
+    draw::case_of(lengths, head_dims, vec![1, 5, 17, 64, 100, usize::MAX], 90).prop_map(|case| {
+        // Scores of a few units, whatever the head size.
+        let scale = 2.0 / (case.head_dim as f64).sqrt();
+        Case { scale, ..case }
+    })
+}
+
+fn memories() -> impl Strategy<Value = (Memories, CopyLanding)> {
+    let memories = prop::sample::select(vec![Memories::HeadsFirst, Memories::TokensFirst, Memories::Odd]);
+    (memories, any::<bool>()).prop_map(|(m, late)| (m, if late { CopyLanding::AtWait } else { CopyLanding::AtIssue }))
+}
+
+fn compare(case: &Case, layout: &LayoutDraw, device: usize, (memories, landing): (Memories, CopyLanding), element: usize) {
+    let element = ELEMENTS[element];
+    let device = if element == GpuElement::F32 && case.head_dim > 256 { 0 } else { device };
+    let gpu = Gpu { memories, landing, ..Gpu::new(element, case.head_dim, DEVICES[device]) };
+    let name = format!("{element:?}, device {device}, {memories:?}, {} ranks, {case:?}", layout.ranks);
+    check(&name, &gpu, case, &layout.layout(case.len()), element);
+}
+
+proptest! {
+    #![proptest_config(draw::config(140))]
+
+    #[test]
+    fn small_heads(
+        case in gpu_case(1..=200, vec![64, 64, 40, 3]), layout in draw::layout(70), device in 0usize..3,
+        memories in memories(), element in 0usize..3,
+    ) {
+        compare(&case, &layout, device, memories, element);
+    }
+}
+
+proptest! {
+    #![proptest_config(draw::config(40))]
+
+    #[test]
+    fn heads_of_128(
+        case in gpu_case(1..=150, vec![128, 72]), layout in draw::layout(70), device in 0usize..3,
+        memories in memories(), element in 0usize..3,
+    ) {
+        compare(&case, &layout, device, memories, element);
+    }
+
+    #[test]
+    fn heads_of_256(
+        case in gpu_case(1..=110, vec![256, 160]), layout in draw::layout(50), device in 0usize..3,
+        memories in memories(), element in 0usize..3,
+    ) {
+        compare(&case, &layout, device, memories, element);
+    }
+
+    #[test]
+    fn heads_of_512(
+        case in gpu_case(1..=70, vec![512, 300]), layout in draw::layout(40), device in 0usize..3,
+        memories in memories(), element in 0usize..3,
+    ) {
+        compare(&case, &layout, device, memories, element);
+    }
+}
+
+/// Every kernel of every table at least once, over several tiles in both directions.
+#[test]
+fn every_kernel() {
+    for (head_dim, len) in [(64, 230), (128, 200), (256, 150), (512, 90)] {
+        let ids = documents(&[len / 2, 1, len - len / 2 - 1]);
+        let rule = Rule::sliding(len / 3).with_groups();
+        let row = Case::row(ids, block(len, &[10..30, len / 2 - 9..len / 2]), rule);
+        let case = Case { head_dim, key_heads: 1, group: 2, scale: 2.0 / (head_dim as f64).sqrt(), ..row };
+        for element in ELEMENTS {
+            for (number, device) in DEVICES.into_iter().enumerate() {
+                if element == GpuElement::F32 && (number > 0 && head_dim == 512 || number == 1) {
+                    continue;
+                }
+                let gpu = Gpu::new(element, head_dim, device);
+                let layout = candle_cp::SequenceLayout::head_tail(len, 2).unwrap();
+                check(&format!("{element:?} {head_dim} {device:?}"), &gpu, &case, &layout, element);
+            }
+        }
+    }
+}
