@@ -1,7 +1,7 @@
 //! Input types, and how Candle's storage is read and made.
 
 use crate::error::{Error, Result};
-use candle_core::{CpuStorage, Layout, Shape, Storage, Tensor, WithDType};
+use candle_core::{CpuStorage, Layout, Storage, Tensor, WithDType};
 use candle_cp_kernels::{self as kernels, Heads, Order};
 use std::borrow::Cow;
 
@@ -95,31 +95,4 @@ pub(crate) fn with_cpu_storage<R>(x: &Tensor, f: impl FnOnce(&CpuStorage, &Layou
             "move it there",
         )),
     }
-}
-
-/// The elements of a contiguous CPU tensor as fresh storage: what a custom operator returns when its value was computed
-/// with tensor operations.
-pub(crate) fn storage_of(x: &Tensor) -> Result<(CpuStorage, Shape)> {
-    let x = x.contiguous()?;
-    with_cpu_storage(&x, |storage, layout| {
-        let range = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();
-        let storage = match storage {
-            CpuStorage::F32(v) => CpuStorage::F32(v[range].to_vec()),
-            CpuStorage::F64(v) => CpuStorage::F64(v[range].to_vec()),
-            CpuStorage::BF16(v) => CpuStorage::BF16(v[range].to_vec()),
-            CpuStorage::F16(v) => CpuStorage::F16(v[range].to_vec()),
-            CpuStorage::I64(v) => CpuStorage::I64(v[range].to_vec()),
-            CpuStorage::U32(v) => CpuStorage::U32(v[range].to_vec()),
-            _ => {
-                let given = format!("{:?}", x.dtype());
-                return Err(Error::argument(
-                    "dtype",
-                    given,
-                    "use f32, f64, bf16, f16, i64 or u32",
-                    "convert the tensor",
-                ));
-            }
-        };
-        Ok((storage, layout.shape().clone()))
-    })
 }

@@ -49,6 +49,7 @@ mod plan;
 mod ring;
 mod shard;
 mod tokens;
+mod with_backward;
 
 pub use balance::{LayerWork, live_work};
 pub use candle_cp_kernels::{Bounds, KEY_BLOCK, QUERY_BLOCK, TileCount, instructions};
@@ -64,3 +65,4 @@ pub use mask::{MaskRule, TokenAt};
 pub use plan::{AttentionPlan, Edge, Hop, Trim};
 pub use shard::{IGNORED, ShardedLabels};
 pub use tokens::Tokens;
+pub use with_backward::with_backward;

@@ -3,6 +3,7 @@
 //! Logits exist for one chunk of labelled tokens at a time. Where a gradient is wanted it is computed in the same pass,
 //! so that only the gradients of hidden states and weight are kept until backward hands them out.
 
+mod composed;
 mod pass;
 mod product;
 
@@ -30,8 +31,8 @@ pub struct LossOptions {
     pub count: f64,
     /// Logits become `softcap * tanh(logits / softcap)` first; finite and above 0.
     pub softcap: Option<f64>,
-    /// Tokens whose logits exist at a time, of those with a label; by default as many as fit 256 MiB, at
-    /// most 1024.
+    /// Tokens whose logits exist at a time, of those with a label; by default as many as fit 256 MiB (512
+    /// MiB on other devices than the CPU), at most 1024.
     pub chunk_tokens: Option<usize>,
 }
 
@@ -50,12 +51,15 @@ impl LossOptions {
 /// state may even be NaN, and its gradient is 0. Without any label the loss is 0 with the graph attached and gradients of
 /// zeros.
 ///
+/// On other devices than the CPU the same runs by Candle's tensor operations, chunk by chunk, with products in the type of
+/// the arguments. Labels are read on the host: those on the CPU cost no wait for the device.
+///
 /// Besides the logits of one chunk, memory is what the gradients of those arguments take that are tracked. `backward`
 /// hands these gradients out; calling it once more on the same loss computes them again. Candle's own `backward` then
 /// adds each to zeros, so that while it does there are two more of that size.
 ///
 /// # Errors
-/// Shapes or types that do not fit, a tensor that is not on the CPU, a label outside of the vocabulary, a count that is
+/// Shapes or types that do not fit, hidden states and weight on two devices, a label outside of the vocabulary, a count that is
 /// negative or not finite, a soft cap that is not positive and finite.
 pub fn linear_cross_entropy(
     hidden: &Tensor,
@@ -66,9 +70,7 @@ pub fn linear_cross_entropy(
     check_shapes(hidden, weight_vh, labels)?;
     check_dtype(hidden.dtype(), weight_vh.dtype())?;
     check_options(options)?;
-    for x in [hidden, weight_vh] {
-        with_cpu_storage(x, |_, _| Ok(()))?;
-    }
+    check_device(hidden, weight_vh)?;
     let vocabulary = weight_vh.dim(0)?;
     let labels = labels.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
     if let Some(label) = labels.iter().find(|&&l| l != IGNORED && !(0..vocabulary as i64).contains(&l)) {
@@ -77,13 +79,17 @@ pub fn linear_cross_entropy(
     }
     let row_bytes = vocabulary * if hidden.dtype() == DType::F64 { 8 } else { 4 };
     let hidden = hidden.contiguous()?;
+    let chunk = composed::chunk(row_bytes, hidden.device()).unwrap_or((CHUNK_BYTES / row_bytes).min(CHUNK_TOKENS));
     let pass = Pass {
         softcap: options.softcap,
         factor: if options.count == 0.0 { 0.0 } else { 1.0 / options.count },
-        chunk: options.chunk_tokens.unwrap_or((CHUNK_BYTES / row_bytes).min(CHUNK_TOKENS)),
+        chunk: options.chunk_tokens.unwrap_or(chunk),
         hidden_gradient: hidden.track_op(),
         weight_gradient: weight_vh.track_op(),
     };
+    if !hidden.device().is_cpu() {
+        return composed::cross_entropy(&hidden, weight_vh, labels, pass);
+    }
     Ok(hidden.apply_op2(weight_vh, LinearCrossEntropy { pass, labels, gradients: Mutex::new(None) })?)
 }
 
@@ -102,6 +108,14 @@ fn check_shapes(hidden: &Tensor, weight_vh: &Tensor, labels: &Tensor) -> Result<
         return Err(Error::argument("labels", given, "one label per token", "shard both with the same context"));
     }
     Ok(())
+}
+
+fn check_device(hidden: &Tensor, weight_vh: &Tensor) -> Result<()> {
+    if hidden.device().same_device(weight_vh.device()) {
+        return Ok(());
+    }
+    let given = format!("{:?} of hidden and {:?} of weight", hidden.device(), weight_vh.device());
+    Err(Error::argument("device", given, "both have to be on one device", "make one device and clone it"))
 }
 
 fn check_options(options: &LossOptions) -> Result<()> {

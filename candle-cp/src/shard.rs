@@ -1,10 +1,10 @@
 //! Sharding and gathering, out of place and differentiable.
 
 use crate::comm::{Communicator, Traffic};
-use crate::element::storage_of;
 use crate::error::{Error, Result};
 use crate::layout::SequenceLayout;
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use crate::with_backward::with_backward;
+use candle_core::Tensor;
 use std::sync::Arc;
 
 fn check_len(name: &'static str, x: &Tensor, dim: usize, len: usize) -> Result<()> {
@@ -58,30 +58,11 @@ pub fn gather(layout: &SequenceLayout, comm: &Arc<dyn Communicator>, local: &Ten
     let places = layout.gather_indices();
     let places = Tensor::from_slice(&places[..layout.len()], layout.len(), all.device())?;
     let full = all.index_select(&places, dim)?;
-    Ok(local.contiguous()?.apply_op1(Gather { full, layout: layout.clone(), comm: comm.clone(), dim })?)
-}
-
-/// Hangs the gathered row, which was computed outside of the graph, onto the local slice.
-struct Gather {
-    full: Tensor,
-    layout: SequenceLayout,
-    comm: Arc<dyn Communicator>,
-    dim: usize,
-}
-
-impl CustomOp1 for Gather {
-    fn name(&self) -> &'static str {
-        "gather"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        Ok(storage_of(&self.full)?)
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let total = self.comm.all_reduce_sum(grad)?;
-        Ok(Some(shard(&self.layout, self.comm.rank(), &total, self.dim, 0.0)?))
-    }
+    let (layout, comm) = (layout.clone(), comm.clone());
+    Ok(with_backward("gather", [local], full, move |_, grad| {
+        let total = comm.all_reduce_sum(grad)?;
+        Ok([Some(shard(&layout, comm.rank(), &total, dim, 0.0)?)])
+    })?)
 }
 
 /// Labels for the local slice.
