@@ -3,6 +3,7 @@
 use crate::comm::Communicator;
 use crate::element::{Element, Operand, dispatch, with_cpu_storage};
 use crate::error::{Error, Result};
+use crate::gpu;
 use crate::plan::{AttentionPlan, Edge};
 use crate::ring::{self, Pass, Wire};
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Tensor, WithDType};
@@ -28,6 +29,9 @@ pub(crate) fn ring_attention(
     scale: f64,
 ) -> Result<(Tensor, Tensor)> {
     check(plan, q, k, v, order)?;
+    if let Some(device) = gpu::device_of(q)? {
+        return gpu::ring_attention(device, comm, plan, (q, k, v), order, scale);
+    }
     let lse = Arc::new(Mutex::new(None));
     let op = RingAttention { comm: comm.clone(), plan: plan.clone(), order, scale, lse: lse.clone() };
     let out = q.apply_op3(k, v, op)?;

@@ -1,9 +1,10 @@
 //! The one object that a model is handed: everything that depends on the rank, the layout and the batch.
 
-use crate::attention::ring_attention;
+use crate::attention::{self, ring_attention};
 use crate::comm::{Communicator, Local};
 use crate::error::Result;
 use crate::gathered::{self, GatheredKeys};
+use crate::gpu::{self, GpuDevice};
 use crate::layout::SequenceLayout;
 use crate::mask::MaskRule;
 use crate::plan::{AttentionPlan, Trim};
@@ -178,6 +179,24 @@ impl CpContext {
         scale: f64,
     ) -> Result<(Tensor, Tensor)> {
         ring_attention(&self.0.comm, &self.plan(rule)?, (q, k, v), Order::HeadsFirst, scale)
+    }
+
+    /// As [`CpContext::attend_with_lse`], with kernels that run on `device`: what `attend` does for tensors of CUDA
+    /// devices, for others that have the trait. The log-sum-exp is in f32.
+    ///
+    /// # Errors
+    /// As [`CpContext::attend`]; a type or head size without a kernel.
+    pub fn attend_on(
+        &self,
+        device: &Arc<dyn GpuDevice>,
+        (q, k, v): (&Tensor, &Tensor, &Tensor),
+        rule: &MaskRule,
+        order: Order,
+        scale: f64,
+    ) -> Result<(Tensor, Tensor)> {
+        let plan = self.plan(rule)?;
+        attention::check(&plan, q, k, v, order)?;
+        gpu::ring_attention(device.clone(), &self.0.comm, &plan, (q, k, v), order, scale)
     }
 
     /// As [`CpContext::attend`] with heads after tokens, as projections give them: query and output `[B, S_local, Hq, D]`,

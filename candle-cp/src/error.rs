@@ -25,6 +25,10 @@ pub enum Error {
         fix: String,
     },
 
+    /// The device has no attention kernel for these tensors.
+    #[error(transparent)]
+    NoKernel(candle_cp_kernels::gpu::NoKernel),
+
     /// Another rank failed first; this rank stopped waiting for it.
     #[error("rank {rank}: {operation} stopped because rank {peer} failed: {message}")]
     PeerFailed {

@@ -7,6 +7,7 @@ use crate::attention::{check, dims4};
 use crate::comm::Communicator;
 use crate::element::{Element, Operand, dispatch, with_cpu_storage};
 use crate::error::{Error, Result};
+use crate::gpu;
 use crate::mask::MaskRule;
 use crate::plan::{AttentionPlan, Edge};
 use crate::ring::{self, Pass, Wire};
@@ -67,7 +68,10 @@ pub(crate) fn gather(
 ) -> Result<GatheredKeys> {
     check(plan, k, k, v, Order::TokensFirst)?;
     let [batch, heads, _, head_dim] = dims4(k, Order::TokensFirst)?;
-    let chunks = k.apply_op2(v, Gather { comm: comm.clone(), plan: plan.clone() })?;
+    let chunks = match gpu::device_of(k)? {
+        Some(_) => gpu::gather(comm, plan, (k, v))?,
+        None => k.apply_op2(v, Gather { comm: comm.clone(), plan: plan.clone() })?,
+    };
     Ok(GatheredKeys { chunks, rule: *rule, plan: plan.clone(), dims: [batch, heads, head_dim] })
 }
 
@@ -91,6 +95,9 @@ pub(crate) fn attend(plan: &Arc<AttentionPlan>, q: &Tensor, keys: &GatheredKeys,
         return Err(Error::argument("q", given, allowed, "project it like the keys that were gathered"));
     }
     let shape = kernels::Shape { batch, query_heads, key_heads, queries, head_dim };
+    if let Some(device) = gpu::device_of(q)? {
+        return gpu::attend_gathered(device, plan, (q, &keys.chunks), shape, scale);
+    }
     let op = AttendGathered { plan: plan.clone(), shape, scale, lse: Arc::default() };
     Ok(q.apply_op2(&keys.chunks, op)?)
 }

@@ -41,6 +41,7 @@ mod coordinates;
 mod element;
 mod error;
 mod gathered;
+pub mod gpu;
 mod launch;
 mod layout;
 mod loss;
@@ -52,7 +53,7 @@ mod tokens;
 mod with_backward;
 
 pub use balance::{LayerWork, live_work};
-pub use candle_cp_kernels::{Bounds, KEY_BLOCK, QUERY_BLOCK, TileCount, instructions};
+pub use candle_cp_kernels::{Bounds, KEY_BLOCK, Order, QUERY_BLOCK, TileCount, instructions};
 pub use comm::Communicator;
 pub use context::CpContext;
 pub use coordinates::{Coordinates, attend_with_coordinates};

@@ -5,6 +5,7 @@
 //! another one inside it.
 
 use crate::error::{Error, Result};
+use crate::gpu::WorkCache;
 use crate::layout::SequenceLayout;
 use crate::mask::MaskRule;
 use crate::tokens::Tokens;
@@ -55,6 +56,8 @@ pub struct AttentionPlan {
     own: Edge,
     hops: Vec<Hop>,
     live_pairs: Vec<usize>,
+    /// Tile lists on devices.
+    pub(crate) gpu: WorkCache,
 }
 
 impl AttentionPlan {
@@ -90,7 +93,7 @@ impl AttentionPlan {
                 .flat_map(|range| rows.iter().map(move |row| row[range.clone()].iter().map(Bounds::len).sum::<usize>()))
                 .sum()
         };
-        Ok(Self { bounds, own, hops, live_pairs: (0..ranks).map(pairs).collect() })
+        Ok(Self { bounds, own, hops, live_pairs: (0..ranks).map(pairs).collect(), gpu: WorkCache::default() })
     }
 
     /// Visible key positions (global row indices) of every local query, `[B][S_local]`.
@@ -149,7 +152,7 @@ impl AttentionPlan {
         }
         let live_pairs = vec![bounds.iter().flatten().map(Bounds::len).sum()];
         let own = Edge { keys: vec![0..keys], tiles };
-        Self { bounds, own, hops: Vec::new(), live_pairs }
+        Self { bounds, own, hops: Vec::new(), live_pairs, gpu: WorkCache::default() }
     }
 }
 

@@ -7,8 +7,8 @@ mod emulated;
 use candle_cp_kernels::gpu::GpuElement;
 use common::draw::{self, LayoutDraw};
 use common::ratio::{assert_gradient_ratio, assert_ratio, composed_with_keys, rounded_data};
-use common::{Case, Outcome, Rule, block, dense, documents, magnitude, max_difference};
-use emulated::{DEVICES, Gpu, Memories, dtype};
+use common::{Case, Outcome, Rule, Strides, block, dense, documents, magnitude, max_difference};
+use emulated::{DEVICES, Gpu, dtype};
 use proptest::prelude::*;
 use ptx_emulator::CopyLanding;
 
@@ -20,8 +20,12 @@ fn check(name: &str, gpu: &Gpu, case: &Case, layout: &candle_cp::SequenceLayout,
     let data = rounded_data(&case.data(), dtype);
     let reference = dense(case, &data);
     let composed = composed_with_keys(case, &data, dtype).unwrap();
-    let found = gpu.pass(case, &data, layout);
-    let slack = if element == GpuElement::F32 { 4.0 * f64::from(f32::EPSILON) * magnitude(&reference.lse).max(1.0) } else { 0.0 };
+    let found = gpu.ring(case, &data, layout);
+    let slack = if element == GpuElement::F32 {
+        4.0 * f64::from(f32::EPSILON) * magnitude(&reference.lse).max(1.0)
+    } else {
+        0.0
+    };
     let parts = |x: &Outcome| x.parts().map(|(_, numbers)| numbers.to_vec());
     let [out, lse, dq, dk, dv] = parts(&found);
     let [composed_out, _, composed_dq, composed_dk, composed_dv] = parts(&composed);
@@ -46,16 +50,25 @@ fn gpu_case(lengths: std::ops::RangeInclusive<usize>, head_dims: Vec<usize>) -> 
     })
 }
 
-fn memories() -> impl Strategy<Value = (Memories, CopyLanding)> {
-    let memories = prop::sample::select(vec![Memories::HeadsFirst, Memories::TokensFirst, Memories::Odd]);
-    (memories, any::<bool>()).prop_map(|(m, late)| (m, if late { CopyLanding::AtWait } else { CopyLanding::AtIssue }))
+/// How operands lie in memory, whether rows start on odd addresses, and when copies land.
+type Memories = (Strides, bool, CopyLanding);
+
+fn memories() -> impl Strategy<Value = Memories> {
+    let landing = prop::sample::select(vec![CopyLanding::AtWait, CopyLanding::AtIssue]);
+    (draw::strides(), prop::bool::weighted(0.2), landing)
 }
 
-fn compare(case: &Case, layout: &LayoutDraw, device: usize, (memories, landing): (Memories, CopyLanding), element: usize) {
+fn compare(
+    case: &Case,
+    layout: &LayoutDraw,
+    device: usize,
+    (strides, odd, landing): Memories,
+    element: usize,
+) {
     let element = ELEMENTS[element];
     let device = if element == GpuElement::F32 && case.head_dim > 256 { 0 } else { device };
-    let gpu = Gpu { memories, landing, ..Gpu::new(element, case.head_dim, DEVICES[device]) };
-    let name = format!("{element:?}, device {device}, {memories:?}, {} ranks, {case:?}", layout.ranks);
+    let gpu = Gpu { strides, odd, landing, ..Gpu::new(element, case.head_dim, DEVICES[device]) };
+    let name = format!("{element:?}, device {device}, {strides:?} {odd}, {} ranks, {case:?}", layout.ranks);
     check(&name, &gpu, case, &layout.layout(case.len()), element);
 }
 

@@ -1,16 +1,15 @@
-//! A case through the GPU kernels: every rank's plan, chunk by chunk, with the checked-in PTX run by an emulator.
+//! An emulated GPU: the checked-in PTX on the CPU, behind the same trait as a CUDA device.
 
 use super::case::{Case, Data};
 use super::dense::Outcome;
-use super::ring::{mask_rule, tokens};
-use candle_core::DType;
-use candle_cp::{AttentionPlan, Edge, SequenceLayout, Trim};
-use candle_cp_kernels::Shape;
-use candle_cp_kernels::gpu::{
-    DeviceView, Direction, GpuElement, GpuLimits, Grads, Kernels, Launch, State, Work, WorkList,
-};
+use super::ring::{Strides, numbers, options, restride, same_bits, tokens};
+use candle_core::{DType, Device, Shape, Tensor, Var};
+use candle_cp::comm::threads;
+use candle_cp::gpu::{DeviceBuffer, GpuDevice, GpuElement, GpuLimits, Kernels, Launch};
+use candle_cp::{CpContext, Order, Result, SequenceLayout, Trim};
 use half::{bf16, f16};
 use ptx_emulator::{CopyLanding, Memory, Module};
+use std::sync::{Arc, Mutex};
 
 /// sm_90, sm_80, sm_89.
 pub const DEVICES: [GpuLimits; 3] = [
@@ -18,17 +17,6 @@ pub const DEVICES: [GpuLimits; 3] = [
     GpuLimits { capability: (8, 0), shared_bytes: 163 << 10 },
     GpuLimits { capability: (8, 9), shared_bytes: 99 << 10 },
 ];
-
-/// How operands lie in device memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Memories {
-    /// `[B, H, S, D]`.
-    HeadsFirst,
-    /// `[B, S, H, D]`.
-    TokensFirst,
-    /// `[B, S, H, D + 1]`: no row starts on 16 bytes.
-    Odd,
-}
 
 pub fn dtype(element: GpuElement) -> DType {
     match element {
@@ -38,235 +26,172 @@ pub fn dtype(element: GpuElement) -> DType {
     }
 }
 
-/// The kernels of one type, head size and device, and how they are run.
-pub struct Gpu {
-    kernels: Kernels,
-    module: Module,
-    pub landing: CopyLanding,
-    pub memories: Memories,
+/// One device with one module loaded.
+pub struct Emulated {
+    limits: GpuLimits,
+    module: Arc<Module>,
+    landing: CopyLanding,
+    memory: Arc<Mutex<Memory>>,
+    /// Names of the kernels that ran.
+    ran: Arc<Mutex<Vec<String>>>,
 }
 
-impl Gpu {
-    pub fn new(element: GpuElement, head_dim: usize, limits: GpuLimits) -> Self {
-        let kernels = Kernels::new(element, head_dim, limits).expect("a kernel");
-        let module = Module::parse(kernels.module().text).expect("PTX that the emulator knows");
-        Self { kernels, module, landing: CopyLanding::AtWait, memories: Memories::TokensFirst }
+impl std::fmt::Debug for Emulated {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "emulated {:?}", self.limits)
+    }
+}
+
+/// An allocation of the emulated device, of `bytes` bytes.
+struct Allocation {
+    address: u64,
+    bytes: usize,
+    memory: Arc<Mutex<Memory>>,
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        self.memory.lock().unwrap().free(self.address);
+    }
+}
+
+impl Emulated {
+    fn store(&self, bytes: &[u8]) -> DeviceBuffer {
+        let address = self.memory.lock().unwrap().upload(bytes);
+        let owner = Arc::new(Allocation { address, bytes: bytes.len(), memory: self.memory.clone() });
+        DeviceBuffer { address, owner }
+    }
+}
+
+impl GpuDevice for Emulated {
+    fn id(&self) -> String {
+        "emulated".into()
     }
 
-    /// The whole pass over all ranks of `layout`, forward and backward. `data` has to be representable in the type.
-    pub fn pass(&self, case: &Case, data: &Data, layout: &SequenceLayout) -> Outcome {
-        let d = case.head_dim;
-        let mut outcome = Outcome {
-            out: vec![0.0; data.q.len()],
-            lse: vec![f64::NEG_INFINITY; data.q.len() / d],
-            dq: vec![0.0; data.q.len()],
-            dk: vec![0.0; data.k.len()],
-            dv: vec![0.0; data.v.len()],
+    fn limits(&self) -> GpuLimits {
+        self.limits
+    }
+
+    /// A copy with the same strides.
+    fn import(&self, x: &Tensor) -> Result<DeviceBuffer> {
+        let last: usize = x.dims().iter().zip(x.stride()).map(|(n, s)| n.saturating_sub(1) * s).sum();
+        let extent = if x.elem_count() == 0 { 0 } else { last + 1 };
+        let (storage, layout) = x.storage_and_layout();
+        let candle_core::Storage::Cpu(storage) = &*storage else { panic!("a CPU tensor") };
+        let range = layout.start_offset()..layout.start_offset() + extent;
+        let bytes: Vec<u8> = match x.dtype() {
+            DType::BF16 => storage.as_slice::<bf16>()?[range].iter().flat_map(|x| x.to_le_bytes()).collect(),
+            DType::F16 => storage.as_slice::<f16>()?[range].iter().flat_map(|x| x.to_le_bytes()).collect(),
+            _ => storage.as_slice::<f32>()?[range].iter().flat_map(|x| x.to_le_bytes()).collect(),
         };
-        for rank in 0..layout.ranks() {
-            let plan = AttentionPlan::new(layout, &tokens(case), &mask_rule(&case.rule), rank, Trim::Live).expect("a plan");
-            Rank { gpu: self, case, data, layout, plan: &plan, rank, memory: Memory::new() }.run(&mut outcome);
-        }
-        outcome
+        Ok(self.store(&bytes))
     }
 
-    fn bytes(&self, x: f64) -> Vec<u8> {
-        match self.kernels.element() {
-            GpuElement::Bf16 => bf16::from_f64(x).to_le_bytes().to_vec(),
-            GpuElement::F16 => f16::from_f64(x).to_le_bytes().to_vec(),
-            GpuElement::F32 => (x as f32).to_le_bytes().to_vec(),
-        }
+    fn zeros(&self, count: usize, dtype: DType) -> Result<DeviceBuffer> {
+        Ok(self.store(&vec![0; count * dtype.size_in_bytes()]))
     }
 
-    fn number(&self, bytes: &[u8]) -> f64 {
-        match self.kernels.element() {
-            GpuElement::Bf16 => bf16::from_le_bytes(bytes.try_into().expect("two bytes")).to_f64(),
-            GpuElement::F16 => f16::from_le_bytes(bytes.try_into().expect("two bytes")).to_f64(),
-            GpuElement::F32 => f64::from(f32::from_le_bytes(bytes.try_into().expect("four bytes"))),
-        }
-    }
-}
-
-struct Rank<'a> {
-    gpu: &'a Gpu,
-    case: &'a Case,
-    data: &'a Data,
-    layout: &'a SequenceLayout,
-    plan: &'a AttentionPlan,
-    rank: usize,
-    memory: Memory,
-}
-
-/// A chunk of keys in device memory.
-struct Chunk<'a> {
-    edge: &'a Edge,
-    /// Global index of each key.
-    keys: Vec<usize>,
-    key: DeviceView,
-    value: DeviceView,
-}
-
-impl Rank<'_> {
-    fn run(mut self, outcome: &mut Outcome) {
-        let local = self.layout.global_indices(self.rank);
-        let (b, hq, d) = (self.case.batch(), self.case.query_heads(), self.case.head_dim);
-        let (queries, data) = (local.len(), self.data);
-        let shape = Shape { batch: b, query_heads: hq, key_heads: self.case.key_heads, queries, head_dim: d };
-        if queries == 0 {
-            return;
-        }
-        let bounds = self.plan.bounds().iter().flatten().flat_map(|b| [b.first, b.end]).collect::<Vec<_>>();
-        let bounds = self.upload(&bounds);
-        let query = self.operand(&data.q, hq, &local);
-        let d_out = self.operand(&data.d_out, hq, &local);
-        let plan = self.plan;
-        let received = plan.hops().iter().filter_map(|hop| hop.receive.as_ref()).map(|(from, edge)| (*from, edge));
-        let chunks: Vec<_> = std::iter::once((self.rank, plan.own()))
-            .chain(received)
-            .map(|(owner, edge)| {
-                let global = self.layout.global_indices(owner);
-                let keys: Vec<usize> = edge.keys.iter().cloned().flatten().map(|i| global[i]).collect();
-                let key = self.operand(&data.k, shape.key_heads, &keys);
-                let value = self.operand(&data.v, shape.key_heads, &keys);
-                Chunk { edge, keys, key, value }
-            })
-            .collect();
-        let state = State { out: self.zeros(shape.rows() * d), max: self.zeros(shape.rows()), sum: self.zeros(shape.rows()) };
-        for chunk in &chunks {
-            let work = self.work(Direction::Forward, chunk.edge, bounds);
-            let operands = [query, chunk.key, chunk.value];
-            self.launch(&Launch::forward(&self.gpu.kernels, shape, operands, state, work, self.case.scale as f32));
-        }
-        let (out, lse) = (self.operand(&vec![0.0; data.q.len()], hq, &local), self.zeros(shape.rows()));
-        self.launch(&Launch::finish(&self.gpu.kernels, shape, state, out, lse));
-        let grads = Grads { lse, delta: self.zeros(shape.rows()), d_query: self.zeros(shape.rows() * d), ..Grads::default() };
-        self.launch(&Launch::output_dot(&self.gpu.kernels, shape, out, d_out, grads.delta));
-        for chunk in &chunks {
-            self.backward(shape, chunk, (query, d_out, bounds), grads, outcome);
-        }
-        self.collect(shape, &local, (out, lse, grads.d_query), outcome);
+    fn upload(&self, words: &[u32]) -> Result<DeviceBuffer> {
+        Ok(self.store(&words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>()))
     }
 
-    fn backward(
-        &mut self,
-        shape: Shape,
-        chunk: &Chunk,
-        (query, d_out, bounds): (DeviceView, DeviceView, u64),
-        grads: Grads,
-        outcome: &mut Outcome,
-    ) {
-        let (keys, d, scale) = (chunk.keys.len(), shape.head_dim, self.case.scale as f32);
-        let length = shape.batch * shape.key_heads * keys * d;
-        let grads = Grads { d_key: self.zeros(length), d_value: self.zeros(length), ..grads };
-        let operands = [query, chunk.key, chunk.value, d_out];
-        let work = self.work(Direction::BackwardQueries, chunk.edge, bounds);
-        self.launch(&Launch::backward_queries(&self.gpu.kernels, shape, operands, grads, work, scale));
-        let work = self.work(Direction::BackwardKeys, chunk.edge, bounds);
-        self.launch(&Launch::backward_keys(&self.gpu.kernels, shape, operands, grads, (work, keys), scale));
-        for (address, sums) in [(grads.d_key, &mut outcome.dk), (grads.d_value, &mut outcome.dv)] {
-            for (i, row) in self.read(address, length).chunks(d).enumerate() {
-                let (head, token) = (i / keys, chunk.keys[i % keys]);
-                if token < self.case.len() {
-                    let start = (head * self.case.len() + token) * d;
-                    sums[start..start + d].iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
-                }
-            }
-        }
+    fn export(&self, buffer: &DeviceBuffer, dtype: DType, shape: Shape) -> Result<Tensor> {
+        let allocation = buffer.owner.downcast_ref::<Allocation>().expect("of this device");
+        assert_eq!(allocation.bytes, shape.elem_count() * dtype.size_in_bytes());
+        let bytes = self.memory.lock().unwrap().read(buffer.address, allocation.bytes).expect("written");
+        Ok(Tensor::from_raw_buffer(&bytes, dtype, shape.dims(), &Device::Cpu)?)
     }
 
-    /// Local results to their places in the full row.
-    fn collect(&self, shape: Shape, local: &[usize], (out, lse, d_query): (DeviceView, u64, u64), outcome: &mut Outcome) {
-        let (d, group, len) = (shape.head_dim, shape.group(), self.case.len());
-        let (lse, d_query) = (self.read(lse, shape.rows()), self.read(d_query, shape.rows() * d));
-        for row in 0..shape.rows() {
-            let (g, i) = (row % group, row / group % shape.queries);
-            let head = row / group / shape.queries * group + g;
-            let of_out: Vec<f64> = self.view(out, shape.query_heads, head, i);
-            if local[i] >= len {
-                assert!(of_out.iter().all(|&x| x == 0.0) && lse[row] == f64::NEG_INFINITY, "output of padding");
-                continue;
-            }
-            let at = head * len + local[i];
-            outcome.lse[at] = lse[row];
-            outcome.out[at * d..(at + 1) * d].copy_from_slice(&of_out);
-            outcome.dq[at * d..(at + 1) * d].copy_from_slice(&d_query[row * d..(row + 1) * d]);
-        }
-    }
-
-    fn launch(&mut self, launch: &Launch) {
-        if launch.grid.contains(&0) {
-            return;
-        }
-        let params = launch.parameter_bytes();
+    fn launch(&self, _: &Kernels, launch: &Launch) -> Result<()> {
         let run = ptx_emulator::Launch {
             kernel: &launch.kernel.name,
             grid: launch.grid,
             block: [launch.kernel.threads, 1, 1],
             shared_bytes: launch.kernel.shared_bytes,
-            params: &params,
-            copies: self.gpu.landing,
+            params: &launch.parameter_bytes(),
+            copies: self.landing,
         };
-        if let Err(fault) = run.run(&self.gpu.module, &mut self.memory) {
-            panic!("{fault}");
+        self.ran.lock().unwrap().push(launch.kernel.name.clone());
+        match run.run(&self.module, &mut self.memory.lock().unwrap()) {
+            Ok(_) => Ok(()),
+            Err(fault) => panic!("{fault}"),
         }
-    }
-
-    fn work(&mut self, direction: Direction, edge: &Edge, bounds: u64) -> Work {
-        let shape = self.gpu.kernels.shape(direction);
-        let make = if direction == Direction::BackwardKeys { WorkList::by_keys } else { WorkList::by_queries };
-        let list = make(shape, self.case.group, self.plan.bounds(), &edge.tiles);
-        let (tiles, entries) = (self.upload(&list.tiles), self.upload(&list.entries));
-        Work { tiles, entries, blocks: list.blocks(), bounds }
-    }
-
-    fn upload(&mut self, words: &[u32]) -> u64 {
-        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        self.memory.upload(&bytes)
-    }
-
-    fn zeros(&mut self, count: usize) -> u64 {
-        self.memory.upload(&vec![0; 4 * count])
-    }
-
-    fn read(&self, address: u64, count: usize) -> Vec<f64> {
-        let bytes = self.memory.read(address, 4 * count).expect("written");
-        bytes.chunks(4).map(|x| f64::from(f32::from_le_bytes(x.try_into().expect("four bytes")))).collect()
-    }
-
-    /// The rows `tokens` of `[B, heads, S, D]` numbers in device memory; tokens past the end are padding.
-    fn operand(&mut self, numbers: &[f64], heads: usize, tokens: &[usize]) -> DeviceView {
-        let (d, len, batch) = (self.case.head_dim, self.case.len(), self.case.batch());
-        let strides = self.strides(heads, tokens.len());
-        let size = self.gpu.kernels.element().bytes();
-        let mut bytes = vec![0; (batch * strides[0] + 8) * size];
-        for (b, h, i) in indices(batch, heads, tokens.len()).filter(|&(.., i)| tokens[i] < len) {
-            let from = ((b * heads + h) * len + tokens[i]) * d;
-            let to = (b * strides[0] + h * strides[1] + i * strides[2]) * size;
-            for (k, &x) in numbers[from..from + d].iter().enumerate() {
-                bytes[to + k * size..to + (k + 1) * size].copy_from_slice(&self.gpu.bytes(x));
-            }
-        }
-        DeviceView { address: self.memory.upload(&bytes), strides }
-    }
-
-    fn strides(&self, heads: usize, tokens: usize) -> [usize; 3] {
-        let d = self.case.head_dim;
-        match self.gpu.memories {
-            Memories::HeadsFirst => [heads * tokens * d, tokens * d, d],
-            Memories::TokensFirst => [heads * tokens * d, d, heads * d],
-            Memories::Odd => [heads * tokens * (d + 1), d + 1, heads * (d + 1)],
-        }
-    }
-
-    /// One row of a view; `head` counts over the batch.
-    fn view(&self, view: DeviceView, heads: usize, head: usize, token: usize) -> Vec<f64> {
-        let size = self.gpu.kernels.element().bytes();
-        let start = head / heads * view.strides[0] + head % heads * view.strides[1] + token * view.strides[2];
-        let bytes = self.memory.read(view.address + (start * size) as u64, self.case.head_dim * size).expect("written");
-        bytes.chunks(size).map(|x| self.gpu.number(x)).collect()
     }
 }
 
-fn indices(batch: usize, heads: usize, tokens: usize) -> impl Iterator<Item = (usize, usize, usize)> {
-    (0..batch).flat_map(move |b| (0..heads).flat_map(move |h| (0..tokens).map(move |i| (b, h, i))))
+/// The kernels of one type, head size and device, and how a case is handed to them.
+pub struct Gpu {
+    limits: GpuLimits,
+    element: GpuElement,
+    module: Arc<Module>,
+    pub landing: CopyLanding,
+    pub strides: Strides,
+    /// Rows do not start on 16 bytes.
+    pub odd: bool,
+    pub ran: Arc<Mutex<Vec<String>>>,
+}
+
+impl Gpu {
+    pub fn new(element: GpuElement, head_dim: usize, limits: GpuLimits) -> Self {
+        let kernels = Kernels::new(element, head_dim, limits).expect("a kernel");
+        let module = Arc::new(Module::parse(kernels.module().text).expect("PTX that the emulator knows"));
+        let (landing, strides) = (CopyLanding::AtWait, Strides::HeadsAfterTokens);
+        Self { limits, element, module, landing, strides, odd: false, ran: Arc::default() }
+    }
+
+    fn device(&self) -> Arc<dyn GpuDevice> {
+        Arc::new(Emulated {
+            limits: self.limits,
+            module: self.module.clone(),
+            landing: self.landing,
+            memory: Arc::new(Mutex::new(Memory::new())),
+            ran: self.ran.clone(),
+        })
+    }
+
+    /// The case on rank threads, each with a device of its own. `data` has to be representable in the type.
+    pub fn ring(&self, case: &Case, data: &Data, layout: &SequenceLayout) -> Outcome {
+        let all = threads::run(layout.ranks(), &options(), |comm| {
+            let context = CpContext::with_trim(comm, layout.clone(), tokens(case), Trim::Live)?;
+            self.one_rank(case, data, &context)
+        });
+        let mut all = all.expect("the ranks run");
+        let first = all.swap_remove(0);
+        for other in &all {
+            for ((name, a), (_, b)) in first.parts().into_iter().zip(other.parts()) {
+                assert!(same_bits(a, b), "ranks disagree about the gathered {name}");
+            }
+        }
+        first
+    }
+
+    fn one_rank(&self, case: &Case, data: &Data, context: &CpContext) -> Result<Outcome> {
+        let dtype = dtype(self.element);
+        let tensor = |x: &[f64], shape| Tensor::from_slice(x, shape, &Device::Cpu)?.to_dtype(dtype);
+        let full = [
+            Var::from_tensor(&tensor(&data.q, case.query_shape())?)?,
+            Var::from_tensor(&tensor(&data.k, case.key_shape())?)?,
+            Var::from_tensor(&tensor(&data.v, case.key_shape())?)?,
+        ];
+        let tokens_first = self.strides == Strides::HeadsAfterTokens;
+        let order = if tokens_first { Order::TokensFirst } else { Order::HeadsFirst };
+        let local = |x: &Tensor| -> Result<Tensor> {
+            let x = restride(&context.shard(x, 2)?, self.strides)?;
+            let x = if tokens_first { x.transpose(1, 2)? } else { x };
+            Ok(if self.odd { x.pad_with_zeros(3, 0, 1)?.narrow(3, 0, case.head_dim)? } else { x })
+        };
+        let [q, k, v] = [local(&full[0])?, local(&full[1])?, local(&full[2])?];
+        let rule = super::ring::mask_rule(&case.rule);
+        let (out, lse) = context.attend_on(&self.device(), (&q, &k, &v), &rule, order, case.scale)?;
+        let out = if tokens_first { out.transpose(1, 2)? } else { out };
+        let d_out = context.shard(&tensor(&data.d_out, case.query_shape())?, 2)?;
+        let gradients = (&out * d_out)?.sum_all()?.backward()?;
+        let sum = |x: &Var| -> Result<Vec<f64>> {
+            let gradient = gradients.get(x).expect("backward reaches every input").to_dtype(DType::F64)?;
+            numbers(&context.comm().all_reduce_sum(&gradient)?)
+        };
+        let [dq, dk, dv] = [sum(&full[0])?, sum(&full[1])?, sum(&full[2])?];
+        let out = numbers(&context.gather(&out.detach(), 2)?)?;
+        Ok(Outcome { out, lse: numbers(&context.gather(&lse, 2)?)?, dq, dk, dv })
+    }
 }

@@ -139,7 +139,7 @@ pub fn one_rank(case: &Case, data: &Data, context: &CpContext, run: Run) -> Resu
     Ok(Outcome { out, lse: numbers(&context.gather(&lse, 2)?)?, dq, dk, dv })
 }
 
-fn restride(x: &Tensor, strides: Strides) -> Result<Tensor> {
+pub fn restride(x: &Tensor, strides: Strides) -> Result<Tensor> {
     Ok(match strides {
         Strides::Contiguous => x.contiguous()?,
         Strides::TokenMajor | Strides::HeadsAfterTokens => x.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
