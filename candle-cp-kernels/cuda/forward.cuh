@@ -15,7 +15,7 @@ struct Forward {
     float* statistics;   // [R, WN]
     Bounds* bounds;      // [R]
     float out[S::MT][S::ND][4];
-    float max[S::MT][2], sum[S::MT][2];   // of rows lane / 4 and lane / 4 + 8; `sum` of this warp's columns only
+    float max[S::MT][2], sum[S::MT][2];   // of rows lane / 4 and lane / 4 + 8; `sum` of this thread's columns only
 
     __device__ __forceinline__ Forward(const Params& p, const RowTile& tile) : p(p), tile(tile), head(blockIdx.y) {
         queries = shared;
@@ -47,7 +47,7 @@ struct Forward {
                 u32 r = S::row(m, half * 2);
                 float s = r < tile.count ? p.sum[first_row() + r] : 0.0f;
                 max[m][half] = s == 0.0f ? -infinity() : p.max[first_row() + r];
-                sum[m][half] = S::warp_column() == 0 ? s : 0.0f;
+                sum[m][half] = S::warp_column() == 0 && lane() % 4 == 0 ? s : 0.0f;
             }
     }
 

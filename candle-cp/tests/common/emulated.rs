@@ -1,8 +1,8 @@
 //! An emulated GPU: the checked-in PTX on the CPU, behind the same trait as a CUDA device.
 
-use super::case::{Case, Data};
-use super::dense::Outcome;
-use super::ring::{Strides, numbers, options, restride, same_bits, tokens};
+use crate::common::case::{Case, Data};
+use crate::common::dense::Outcome;
+use crate::common::ring::{Strides, numbers, options, restride, same_bits, tokens};
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use candle_cp::comm::threads;
 use candle_cp::gpu::{DeviceBuffer, GpuDevice, GpuElement, GpuLimits, Kernels, Launch};
@@ -51,7 +51,7 @@ struct Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        self.memory.lock().unwrap().free(self.address);
+        self.memory.lock().unwrap().free(self.address).expect("allocated here");
     }
 }
 
@@ -181,7 +181,7 @@ impl Gpu {
             Ok(if self.odd { x.pad_with_zeros(3, 0, 1)?.narrow(3, 0, case.head_dim)? } else { x })
         };
         let [q, k, v] = [local(&full[0])?, local(&full[1])?, local(&full[2])?];
-        let rule = super::ring::mask_rule(&case.rule);
+        let rule = crate::common::ring::mask_rule(&case.rule);
         let (out, lse) = context.attend_on(&self.device(), (&q, &k, &v), &rule, order, case.scale)?;
         let out = if tokens_first { out.transpose(1, 2)? } else { out };
         let d_out = context.shard(&tensor(&data.d_out, case.query_shape())?, 2)?;
