@@ -1,5 +1,6 @@
 //! Runs PTX kernels on the CPU and reports what is wrong with their use of memory and barriers.
 mod access;
+mod ast;
 mod atomics;
 mod collective;
 mod convert;

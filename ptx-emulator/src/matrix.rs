@@ -1,9 +1,9 @@
 //! `ldmatrix` and `mma`: fragments of small matrices, spread over the lanes of a warp.
 
 use crate::access::{note_width, take_space};
+use crate::ast::Operand;
 use crate::decode::{Decoded, Decoding};
-use crate::registers::{LANES, Registers, Word};
-use crate::syntax::Operand;
+use crate::registers::{Registers, Word};
 use crate::types::{Class, Space, Type};
 use crate::warp::Op;
 use half::f16;
@@ -47,11 +47,11 @@ fn ldmatrix(ins: &mut Decoding<'_>) -> Decoded {
     ins.count(2..=2)?;
     note_width(ins, space, 16);
     let targets = registers(ins, 0, count, true)?;
-    let (base, offset, _) = ins.scope.address(ins.operand(1)?)?;
+    let address = ins.scope.address(ins.operand(1)?)?;
     Ok(Op::Warp(Box::new(move |warp, cta, mask| {
         warp.need_all(mask)?;
         cta.counts.ldmatrix += 1;
-        let addresses = warp.addresses(base, offset);
+        let addresses = warp.addresses(address);
         for (matrix, target) in targets.iter().enumerate() {
             // Lanes 8 i to 8 i + 7 hold the addresses of the rows of matrix i.
             let mut rows = [[0u32; 4]; 8];
@@ -126,30 +126,29 @@ fn product<const K: usize, const PER: usize>(
     let mut left = [[0f32; K]; 16];
     for (at, register) in a.iter().enumerate() {
         let bits = &registers.narrow[*register as usize];
-        for lane in 0..LANES {
+        for (lane, bits) in bits.iter().enumerate() {
             let (row, k) = (lane / 4 + at % 2 * 8, lane % 4 * PER + at / 2 * 4 * PER);
             for half in 0..PER {
-                left[row][k + half] = widen(bits[lane], half);
+                left[row][k + half] = widen(*bits, half);
             }
         }
     }
     let mut right = [[0f32; 8]; K];
     for (at, register) in b.iter().enumerate() {
         let bits = &registers.narrow[*register as usize];
-        for lane in 0..LANES {
+        for (lane, bits) in bits.iter().enumerate() {
             let k = lane % 4 * PER + at * 4 * PER;
             for half in 0..PER {
-                right[k + half][lane / 4] = widen(bits[lane], half);
+                right[k + half][lane / 4] = widen(*bits, half);
             }
         }
     }
     let place = |at: usize, lane: usize| (lane / 4 + at / 2 * 8, lane % 4 * 2 + at % 2);
     let mut sums = [[0f32; 8]; 16];
     for (at, register) in c.iter().enumerate() {
-        let values = f32::read(registers, *register);
-        for lane in 0..LANES {
+        for (lane, value) in f32::read(registers, *register).into_iter().enumerate() {
             let (row, column) = place(at, lane);
-            sums[row][column] = values[lane];
+            sums[row][column] = value;
         }
     }
     for (sum, left) in sums.iter_mut().zip(&left) {

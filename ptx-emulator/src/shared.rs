@@ -108,14 +108,14 @@ impl Shared {
                 "shared {what} of {size} bytes at {address:#x} is out of bounds: the block has {len:#x} bytes"
             ));
         }
-        if address % size != 0 {
+        if !address.is_multiple_of(size) {
             return Err(format!("shared {what} of {size} bytes at {address:#x} is not aligned to its size"));
         }
         Ok(address as usize..(address + size) as usize)
     }
 
     fn cells_of(&self, range: &std::ops::Range<usize>) -> std::ops::Range<usize> {
-        range.start >> self.shift..(range.end - 1 >> self.shift) + 1
+        range.start >> self.shift..((range.end - 1) >> self.shift) + 1
     }
 
     /// Whether an earlier access is ordered before what `by` does now.
