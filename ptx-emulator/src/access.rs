@@ -280,9 +280,8 @@ pub(crate) fn put(
         }
         Space::Local => {
             let range = window("local write", address, size, warp.local_len)?;
-            let bytes: Vec<u8> = value.iter().flat_map(|w| w.to_le_bytes()).take(size as usize).collect();
-            let start = lane * warp.local_len;
-            warp.local[start..][range].copy_from_slice(&bytes);
+            let own = &mut warp.local[lane * warp.local_len..][range];
+            own.iter_mut().zip(value.iter().flat_map(|w| w.to_le_bytes())).for_each(|(to, from)| *to = from);
             Ok(())
         }
         Space::Param | Space::Const => Err(Trouble::at(lane, "write to read-only memory")),

@@ -170,7 +170,9 @@ impl Warp {
 
     /// The addresses of all lanes.
     pub fn addresses(&self, Address { base, offset }: Address) -> [u64; LANES] {
-        self.registers.bits(base).map(|a| a.wrapping_add_signed(offset))
+        let mut addresses = self.registers.bits(base);
+        addresses.iter_mut().for_each(|a| *a = a.wrapping_add_signed(offset));
+        addresses
     }
 }
 

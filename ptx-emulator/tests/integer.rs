@@ -149,7 +149,7 @@ fn comparisons_and_selections() {
     check("setp.lt.and.u32 %p, %a, %b, !%pa;", "p", v, |a, b, _| (w(a) < w(b) && w(a) == 0).into());
     check("setp.lt.or.u32 %p|%q, %a, %b, %pa;", "p", v, |a, b, _| (w(a) < w(b) || w(a) != 0).into());
     // The second result is the combination of the opposite.
-    check("setp.lt.xor.u32 %q|%p, %a, %b, %pa;", "p", v, |a, b, _| (!(w(a) < w(b)) ^ (w(a) != 0)).into());
+    check("setp.lt.xor.u32 %q|%p, %a, %b, %pa;", "p", v, |a, b, _| ((w(a) >= w(b)) ^ (w(a) != 0)).into());
     check("set.lt.u32.s32 %d, %a, %b;", "d", v, |a, b, _| if s(a) < s(b) { 0xffff_ffff } else { 0 });
     check("set.eq.f32.u32 %f, %a, %b;", "f", v, |a, b, _| if w(a) == w(b) { 0x3f80_0000 } else { 0 });
     check("setp.lt.u32 %q, %a, %b; selp.b64 %x, %xa, %xb, %q;", "x", v, |a, b, _| if w(a) < w(b) { a } else { b });
