@@ -135,6 +135,9 @@ struct Modes {
 
 pub(crate) fn arithmetic(ins: &mut Decoding<'_>) -> Decoded {
     let ty = *ins.types.first().ok_or("the type is missing")?;
+    if ty == Type::F32 && ins.take("rz") {
+        return truncated(ins);
+    }
     let rounding = ins.take_any(&["rn", "approx", "full"]);
     if rounding.is_none() && matches!(ins.base, "fma" | "mad" | "div") {
         return ins.unknown();
@@ -152,6 +155,30 @@ pub(crate) fn arithmetic(ins: &mut Decoding<'_>) -> Decoded {
         Type::Bf16 => scalar::<bf16>(ins, modes),
         Type::F16x2 => packed::<f16>(ins, f16::from_bits, f16::to_bits, modes),
         Type::Bf16x2 => packed::<bf16>(ins, bf16::from_bits, bf16::to_bits, modes),
+        _ => ins.unknown(),
+    }
+}
+
+/// Sums and products that are rounded toward zero.
+fn truncated(ins: &mut Decoding<'_>) -> Decoded {
+    /// `value + rest` is exact; `rest` is less than the last place of `value` in f64.
+    fn cut(value: f64, rest: f64) -> f32 {
+        let near = value as f32;
+        let back = f64::from(near);
+        let below = back == value && rest != 0.0 && (rest < 0.0) != (value < 0.0);
+        let over = value.is_finite() && (back.abs() > value.abs() || below);
+        if over { f32::from_bits(near.to_bits() - 1) } else { near }
+    }
+    fn sum(a: f32, b: f32) -> f32 {
+        let (a, b) = (f64::from(a), f64::from(b));
+        let value = a + b;
+        let added = value - a;
+        cut(value, (a - (value - added)) + (b - added))
+    }
+    match ins.base {
+        "add" => ins.binary(sum),
+        "sub" => ins.binary(|a: f32, b: f32| sum(a, -b)),
+        "mul" => ins.binary(|a: f32, b: f32| cut(f64::from(a) * f64::from(b), 0.0)),
         _ => ins.unknown(),
     }
 }

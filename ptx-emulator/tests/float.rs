@@ -68,6 +68,30 @@ fn arithmetic_of_f32() {
 }
 
 #[test]
+fn sums_and_products_toward_zero() {
+    let of = |body: &str, x: f32, y: f32| f(evaluate(body, "f", &[[x.to_bits().into(), y.to_bits().into(), 0]])[0]);
+    let below_one = 1.0 - f32::EPSILON / 2.0;
+    // The last two are not exact in f64 either.
+    let cases = [
+        (1.0, f32::EPSILON * 0.75, 1.0),
+        (-1.0, -f32::EPSILON * 0.75, -1.0),
+        (1.0, f32::EPSILON * 1.5, 1.0 + f32::EPSILON),
+        (1.0, -f32::EPSILON / 8.0, below_one),
+        (1.0, -1.0e-30, below_one),
+        (-1.0, 1.0e-30, -below_one),
+        (f32::MAX, f32::MAX, f32::MAX),
+        (2.5, -2.5, 0.0),
+    ];
+    for (x, y, expected) in cases {
+        assert_eq!(of("add.rz.f32 %f, %fa, %fb;", x, y), expected, "{x} + {y}");
+        assert_eq!(of("sub.rz.f32 %f, %fa, %fb;", x, -y), expected, "{x} + {y}");
+    }
+    let x = 1.0 + f32::EPSILON;
+    assert_eq!(of("mul.rz.f32 %f, %fa, %fb;", x, -(2.0 - f32::EPSILON)), -2.0);
+    assert_eq!(of("mul.rz.f32 %f, %fa, %fb;", below_one, below_one), 1.0 - f32::EPSILON);
+}
+
+#[test]
 fn minima_and_maxima_of_f32() {
     let min = |x: f32, y: f32| match (x.is_nan(), y.is_nan()) {
         (true, _) => y,

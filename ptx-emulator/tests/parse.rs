@@ -18,7 +18,7 @@ fn unknown_instructions_are_named_with_their_line() {
     // A modifier that would change the result is not passed over.
     assert!(error("add.cc.u32 %r0, %r1, %r2;").contains("line 7: unknown opcode add.cc.u32"));
     assert!(error("prmt.b32.f4e %r0, %r1, %r2, %r3;").contains("unknown opcode prmt.b32.f4e"));
-    assert!(error("add.rz.f32 %r0, %r1, %r2;").contains("unknown opcode add.rz.f32"));
+    assert!(error("add.rm.f32 %r0, %r1, %r2;").contains("unknown opcode add.rm.f32"));
     assert!(error("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%r0,%r1,%r2,%r3}, {%r0,%r1,%r2,%r3}, {%r0,%r1}, {%r0,%r1,%r2,%r3};").contains("line 7"));
     assert!(error("call foo, ();").contains("line 7"));
 }
