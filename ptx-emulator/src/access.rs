@@ -1,11 +1,11 @@
 //! Moves, address conversions, loads and stores.
 
+use crate::ast::Operand;
 use crate::cta::Cta;
 use crate::decode::{Decoded, Decoding};
 use crate::error::Trouble;
 use crate::registers::{FULL, LANES, Slot, Word, lanes};
 use crate::shared::Shared;
-use crate::syntax::Operand;
 use crate::types::{Class, Space, Type};
 use crate::warp::{Op, Warp};
 
@@ -151,7 +151,7 @@ pub(crate) fn decode(ins: &mut Decoding<'_>) -> Decoded {
     ins.count(2..=3)?;
     let store = ins.base == "st";
     let (data, address) = if store { (1, 0) } else { (0, 1) };
-    let ((class, base), offset, _) = ins.scope.address(ins.operand(address)?)?;
+    let place = ins.scope.address(ins.operand(address)?)?;
     let one = std::slice::from_ref(ins.operand(data)?);
     let parts = match (ins.operand(data)?, vector) {
         (Operand::Vector(parts), _) if parts.len() == vector as usize => parts.as_slice(),
@@ -163,7 +163,7 @@ pub(crate) fn decode(ins: &mut Decoding<'_>) -> Decoded {
         .map(|p| if store { ins.scope.source_any(p, ty.class()) } else { ins.scope.target(p, None) })
         .collect::<Result<_, _>>()?;
     Ok(Op::Warp(Box::new(move |warp, cta, mask| {
-        let addresses = warp.addresses((class, base), offset);
+        let addresses = warp.addresses(place);
         if store {
             let mut values = [[0; 4]; LANES];
             gather(warp, &slots, each, &mut values);
@@ -280,9 +280,8 @@ pub(crate) fn put(
         }
         Space::Local => {
             let range = window("local write", address, size, warp.local_len)?;
-            let bytes: Vec<u8> = value.iter().flat_map(|w| w.to_le_bytes()).take(size as usize).collect();
-            let start = lane * warp.local_len;
-            warp.local[start..][range].copy_from_slice(&bytes);
+            let own = &mut warp.local[lane * warp.local_len..][range];
+            own.iter_mut().zip(value.iter().flat_map(|w| w.to_le_bytes())).for_each(|(to, from)| *to = from);
             Ok(())
         }
         Space::Param | Space::Const => Err(Trouble::at(lane, "write to read-only memory")),

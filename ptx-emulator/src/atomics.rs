@@ -65,11 +65,11 @@ pub(crate) fn decode(ins: &mut Decoding<'_>) -> Decoded {
     note_width(ins, space, size);
     ins.scope.global_atomics |= space != Space::Shared;
     let d = if first == 1 { Some(ins.scope.target(ins.operand(0)?, Some(ty.class()))?) } else { None };
-    let ((class, base), offset, _) = ins.scope.address(ins.operand(first)?)?;
+    let place = ins.scope.address(ins.operand(first)?)?;
     let b = ins.scope.source(ins.operand(first + 1)?, ty.class())?;
     let c = if values == 2 { ins.scope.source(ins.operand(first + 2)?, ty.class())? } else { b };
     Ok(Op::Warp(Box::new(move |warp, cta, mask| {
-        let addresses = warp.addresses((class, base), offset);
+        let addresses = warp.addresses(place);
         let (b, c) = (warp.registers.bits(b), warp.registers.bits(c));
         let mut old = [0; 32];
         // Lanes take their turns in ascending order.

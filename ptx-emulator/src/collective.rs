@@ -1,9 +1,9 @@
 //! Instructions in which the lanes of a warp, or the warps of a block, take part together.
 
+use crate::ast::Operand;
 use crate::decode::{Decoded, Decoding};
 use crate::error::Trouble;
 use crate::registers::{FULL, Word, lanes};
-use crate::syntax::Operand;
 use crate::types::{Class, Type};
 use crate::warp::{BarrierOp, Op};
 

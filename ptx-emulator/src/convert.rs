@@ -122,12 +122,10 @@ fn conversion(ins: &Decoding<'_>, to: Type, from: Type, options: Options<'_>) ->
             Box::new(move |bits| {
                 let value = flushed(number(bits, from), ftz && from == Type::F32);
                 let value = round.map_or(value, |r| r(value));
-                let value = if sat && !(value > 0.0) {
-                    0.0
-                } else if sat {
-                    value.min(1.0)
-                } else {
-                    value
+                let value = match sat {
+                    true if value.is_nan() => 0.0,
+                    true => value.clamp(0.0, 1.0),
+                    false => value,
                 };
                 let value = if relu && value < 0.0 { 0.0 } else { value };
                 float_bits(value, to, toward_zero)

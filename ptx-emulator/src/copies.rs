@@ -1,14 +1,14 @@
 //! `cp.async`: copies from global to shared memory that nobody may touch before they are waited for.
 
 use crate::access::take_space;
+use crate::ast::Operand;
 use crate::cta::Cta;
 use crate::decode::{Decoded, Decoding};
 use crate::error::Trouble;
 use crate::launch::CopyLanding;
 use crate::registers::{Word, lanes};
 use crate::shared::{Accessor, Shared};
-use crate::syntax::Operand;
-use crate::types::Class;
+use crate::types::{Class, Space};
 use crate::warp::{Op, Warp};
 use std::collections::VecDeque;
 
@@ -68,10 +68,7 @@ fn copy(ins: &mut Decoding<'_>) -> Decoded {
     let all_levels = !ins.take("cg") && ins.take("ca");
     let hint = ins.take("L2::cache_hint");
     // Both spaces are named; the first one is where the copy goes.
-    let to = take_space(ins);
-    let from = take_space(ins);
-    let spaces = [to, from];
-    if !spaces.contains(&crate::types::Space::Shared) || !spaces.contains(&crate::types::Space::Global) {
+    if (take_space(ins), take_space(ins)) != (Space::Shared, Space::Global) {
         return ins.unknown();
     }
     ins.count(3..=5)?;
@@ -79,17 +76,17 @@ fn copy(ins: &mut Decoding<'_>) -> Decoded {
         Operand::Integer(size @ (4 | 8 | 16)) if size == 16 || all_levels => size as u32,
         _ => return Err("cp.async copies 16 bytes, or 4, 8 or 16 with .ca".into()),
     };
-    crate::access::note_width(ins, crate::types::Space::Shared, size);
+    crate::access::note_width(ins, Space::Shared, size);
     let with_size = ins.operands.len() > 3 + usize::from(hint);
     let read = if with_size { Some(ins.src::<u32>(3)?) } else { None };
-    let (to, to_offset, _) = ins.scope.address(ins.operand(0)?)?;
-    let (from, from_offset, _) = ins.scope.address(ins.operand(1)?)?;
-    if from.0 != Class::Wide {
+    let to = ins.scope.address(ins.operand(0)?)?;
+    let from = ins.scope.address(ins.operand(1)?)?;
+    if from.base.class != Class::Wide {
         return Err("a global address has 64 bits".into());
     }
     Ok(Op::Warp(Box::new(move |warp, cta, mask| {
-        let to = warp.addresses(to, to_offset);
-        let from = warp.addresses(from, from_offset);
+        let to = warp.addresses(to);
+        let from = warp.addresses(from);
         let read = read.map(|r| u32::read(&warp.registers, r));
         for lane in lanes(mask) {
             let read = read.map_or(size, |r| r[lane]);

@@ -1,8 +1,8 @@
 //! Instructions as written to instructions that run: names become registers, modifiers become code.
 
+use crate::ast::{Operand, Written};
 use crate::operands::Scope;
 use crate::registers::{Slot, Word, map1, map2, map3};
-use crate::syntax::{Operand, Written};
 use crate::types::{Class, Type};
 use crate::warp::Op;
 use crate::{access, atomics, collective, convert, copies, float, integer, logic, matrix};

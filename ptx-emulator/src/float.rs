@@ -122,27 +122,64 @@ fn halves<T: Copy>(bits: u32, from: impl Fn(u16) -> T) -> [T; 2] {
     [from(bits as u16), from((bits >> 16) as u16)]
 }
 
+/// Modifiers of arithmetic.
+#[derive(Clone, Copy)]
+struct Modes {
+    /// Subnormal operands and results are zeros.
+    ftz: bool,
+    /// Results are clamped to 0 to 1.
+    sat: bool,
+    /// `min` and `max` of a NaN are NaN.
+    nan: bool,
+}
+
 pub(crate) fn arithmetic(ins: &mut Decoding<'_>) -> Decoded {
     let ty = *ins.types.first().ok_or("the type is missing")?;
+    if ty == Type::F32 && ins.take("rz") {
+        return truncated(ins);
+    }
     let rounding = ins.take_any(&["rn", "approx", "full"]);
     if rounding.is_none() && matches!(ins.base, "fma" | "mad" | "div") {
         return ins.unknown();
     }
-    let ftz = ins.take("ftz");
-    let sat = ins.take("sat");
-    let nan = ins.take("NaN");
+    let modes = Modes { ftz: ins.take("ftz"), sat: ins.take("sat"), nan: ins.take("NaN") };
+    let ftz = modes.ftz;
     match ty {
         Type::F32 if ins.base == "div" => {
             ins.binary(move |a: f32, b: f32| if ftz { (a.flush() / b.flush()).flush() } else { a / b })
         }
         Type::F64 if ins.base == "div" => ins.binary(|a: f64, b: f64| a / b),
-        Type::F32 => scalar::<f32>(ins, ftz, sat, nan),
-        Type::F64 => scalar::<f64>(ins, ftz, sat, nan),
-        Type::F16 => scalar::<f16>(ins, ftz, sat, nan),
-        Type::Bf16 => scalar::<bf16>(ins, ftz, sat, nan),
-        Type::F16x2 => packed::<f16>(ins, (f16::from_bits, f16::to_bits), ftz, sat, nan),
-        Type::Bf16x2 => packed::<bf16>(ins, (bf16::from_bits, bf16::to_bits), ftz, sat, nan),
-        Type::Tf32 | _ => ins.unknown(),
+        Type::F32 => scalar::<f32>(ins, modes),
+        Type::F64 => scalar::<f64>(ins, modes),
+        Type::F16 => scalar::<f16>(ins, modes),
+        Type::Bf16 => scalar::<bf16>(ins, modes),
+        Type::F16x2 => packed::<f16>(ins, f16::from_bits, f16::to_bits, modes),
+        Type::Bf16x2 => packed::<bf16>(ins, bf16::from_bits, bf16::to_bits, modes),
+        _ => ins.unknown(),
+    }
+}
+
+/// Sums and products that are rounded toward zero.
+fn truncated(ins: &mut Decoding<'_>) -> Decoded {
+    /// `value + rest` is exact; `rest` is less than the last place of `value` in f64.
+    fn cut(value: f64, rest: f64) -> f32 {
+        let near = value as f32;
+        let back = f64::from(near);
+        let below = back == value && rest != 0.0 && (rest < 0.0) != (value < 0.0);
+        let over = value.is_finite() && (back.abs() > value.abs() || below);
+        if over { f32::from_bits(near.to_bits() - 1) } else { near }
+    }
+    fn sum(a: f32, b: f32) -> f32 {
+        let (a, b) = (f64::from(a), f64::from(b));
+        let value = a + b;
+        let added = value - a;
+        cut(value, (a - (value - added)) + (b - added))
+    }
+    match ins.base {
+        "add" => ins.binary(sum),
+        "sub" => ins.binary(|a: f32, b: f32| sum(a, -b)),
+        "mul" => ins.binary(|a: f32, b: f32| cut(f64::from(a) * f64::from(b), 0.0)),
+        _ => ins.unknown(),
     }
 }
 
@@ -153,7 +190,7 @@ fn finish<T: Number>(value: T, ftz: bool, sat: bool) -> T {
 }
 
 /// The plain forms have no branches in their loops; they are nearly all of a kernel.
-fn scalar<T: Number>(ins: &mut Decoding<'_>, ftz: bool, sat: bool, nan: bool) -> Decoded {
+fn scalar<T: Number>(ins: &mut Decoding<'_>, Modes { ftz, sat, nan }: Modes) -> Decoded {
     let plain = !ftz && !sat;
     let flush = move |value: T| if ftz { value.flush() } else { value };
     match ins.base {
@@ -175,10 +212,9 @@ fn scalar<T: Number>(ins: &mut Decoding<'_>, ftz: bool, sat: bool, nan: bool) ->
 
 fn packed<T: Number>(
     ins: &mut Decoding<'_>,
-    (from, to): (fn(u16) -> T, fn(T) -> u16),
-    ftz: bool,
-    sat: bool,
-    nan: bool,
+    from: fn(u16) -> T,
+    to: fn(T) -> u16,
+    Modes { ftz, sat, nan }: Modes,
 ) -> Decoded {
     let join =
         move |[low, high]: [T; 2]| u32::from(to(finish(low, ftz, sat))) | u32::from(to(finish(high, ftz, sat))) << 16;

@@ -1,8 +1,8 @@
 //! Integer arithmetic, comparisons and selections.
 
+use crate::ast::Operand;
 use crate::decode::{Decoded, Decoding};
 use crate::registers::{Word, map3};
-use crate::syntax::Operand;
 use crate::types::Type;
 use crate::warp::Op;
 use half::{bf16, f16};

@@ -1,9 +1,9 @@
 //! Logic, shifts and bit fields.
 
+use crate::ast::Operand;
 use crate::decode::{Decoded, Decoding};
 use crate::integer::by_integer;
 use crate::registers::{Word, map3};
-use crate::syntax::Operand;
 use crate::types::Type;
 use crate::warp::Op;
 

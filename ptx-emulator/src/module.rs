@@ -1,12 +1,13 @@
 //! Modules and their kernels, ready to run.
 
+use crate::ast::{Function, Operand, Statement, Variable, Written};
 use crate::decode::{Instruction, decode};
 use crate::error::Error;
 use crate::flow::{Next, reconvergence};
 use crate::launch::Launch;
 use crate::operands::{Scope, Special};
 use crate::registers::{LANES, Registers};
-use crate::syntax::{Function, Operand, Statement, Variable, Written, parse};
+use crate::syntax::parse;
 use crate::types::{Class, MODULE_BASE, Space};
 use crate::warp::{Op, Warp};
 

@@ -1,8 +1,8 @@
 //! Names of a kernel: registers in their scopes, variables, immediates and special registers.
 
+use crate::ast::Operand;
 use crate::launch::Launch;
 use crate::registers::{LANES, Registers, Slot};
-use crate::syntax::Operand;
 use crate::types::{Class, Space};
 use std::collections::BTreeMap;
 
@@ -21,6 +21,13 @@ pub(crate) struct Scope {
     pub global_atomics: bool,
     /// Bytes of the narrowest access that may be to shared memory.
     pub narrowest: u32,
+}
+
+/// A register with an address, and an offset in bytes.
+#[derive(Clone, Copy)]
+pub(crate) struct Address {
+    pub base: Slot,
+    pub offset: i64,
 }
 
 /// A special register.
@@ -78,7 +85,7 @@ impl Special {
             Self::Warps => launch.block.iter().product::<u32>().div_ceil(LANES as u32),
             Self::LaneMask(parts) => {
                 let eq = 1u32 << lane;
-                let masks = [eq - 1, eq, !(eq - 1 | eq)];
+                let masks = [eq - 1, eq, !((eq - 1) | eq)];
                 (0..3).filter(|p| parts >> p & 1 != 0).fold(0, |mask, p| mask | masks[p])
             }
             Self::DynamicShared => launch.shared_bytes,
@@ -173,18 +180,14 @@ impl Scope {
         }
     }
 
-    /// Base register and offset of `[base+offset]`, and the space of the base if it is a variable.
-    pub fn address(&mut self, operand: &Operand) -> Result<((Class, u32), i64, Option<Space>), String> {
+    /// What `[base+offset]` stands for.
+    pub fn address(&mut self, operand: &Operand) -> Result<Address, String> {
         let Operand::Address(base, offset) = operand else { return Err(format!("{operand:?} is no address")) };
-        let space = match &**base {
-            Operand::Name(name, _) if self.register(name).is_none() => self.variables.get(name).map(|v| v.0),
-            _ => None,
-        };
         let slot = self.source_any(base, Class::Wide)?;
         if slot.class == Class::Predicate {
             return Err(format!("{base:?} is no address"));
         }
-        Ok(((slot.class, slot.index), *offset, space))
+        Ok(Address { base: slot, offset: *offset })
     }
 
     /// Registers of a warp before its start, without the special ones.

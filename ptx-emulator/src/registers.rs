@@ -29,7 +29,11 @@ impl Registers {
     pub fn bits(&self, slot: Slot) -> [u64; LANES] {
         match slot.class {
             Class::Wide => self.wide[slot.index as usize],
-            Class::Narrow => self.narrow[slot.index as usize].map(u64::from),
+            Class::Narrow => {
+                let mut bits = [0; LANES];
+                bits.iter_mut().zip(&self.narrow[slot.index as usize]).for_each(|(b, n)| *b = u64::from(*n));
+                bits
+            }
             Class::Predicate => bool::read(self, slot.index).map(u64::from),
         }
     }
@@ -58,14 +62,22 @@ macro_rules! word {
 
             #[inline(always)]
             fn read(registers: &Registers, index: u32) -> [Self; LANES] {
-                registers.$file[index as usize].map(|$raw| $get)
+                // A plain loop: `map` on an array is not always inlined.
+                let register = &registers.$file[index as usize];
+                let mut values = [Self::default(); LANES];
+                for (value, &$raw) in values.iter_mut().zip(register) {
+                    *value = $get;
+                }
+                values
             }
 
             #[inline(always)]
             fn write(registers: &mut Registers, index: u32, mask: u32, values: [Self; LANES]) {
                 let register = &mut registers.$file[index as usize];
                 if mask == FULL {
-                    *register = values.map(|$value| $put);
+                    for (slot, $value) in register.iter_mut().zip(values) {
+                        *slot = $put;
+                    }
                 } else {
                     for (lane, $value) in values.into_iter().enumerate() {
                         if mask >> lane & 1 != 0 {
@@ -119,7 +131,11 @@ pub(crate) type LaneOp = Box<dyn Fn(&mut Registers, u32) + Send + Sync>;
 pub(crate) fn map1<D: Word, A: Word>(d: u32, a: u32, f: impl Fn(A) -> D + Send + Sync + 'static) -> LaneOp {
     Box::new(move |registers, mask| {
         let a = A::read(registers, a);
-        D::write(registers, d, mask, std::array::from_fn(|i| f(a[i])));
+        let mut values = [D::default(); LANES];
+        for i in 0..LANES {
+            values[i] = f(a[i]);
+        }
+        D::write(registers, d, mask, values);
     })
 }
 
@@ -130,7 +146,11 @@ pub(crate) fn map2<D: Word, A: Word, B: Word>(
 ) -> LaneOp {
     Box::new(move |registers, mask| {
         let (a, b) = (A::read(registers, a), B::read(registers, b));
-        D::write(registers, d, mask, std::array::from_fn(|i| f(a[i], b[i])));
+        let mut values = [D::default(); LANES];
+        for i in 0..LANES {
+            values[i] = f(a[i], b[i]);
+        }
+        D::write(registers, d, mask, values);
     })
 }
 
@@ -141,6 +161,10 @@ pub(crate) fn map3<D: Word, A: Word, B: Word, C: Word>(
 ) -> LaneOp {
     Box::new(move |registers, mask| {
         let (a, b, c) = (A::read(registers, a), B::read(registers, b), C::read(registers, c));
-        D::write(registers, d, mask, std::array::from_fn(|i| f(a[i], b[i], c[i])));
+        let mut values = [D::default(); LANES];
+        for i in 0..LANES {
+            values[i] = f(a[i], b[i], c[i]);
+        }
+        D::write(registers, d, mask, values);
     })
 }

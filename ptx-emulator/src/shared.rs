@@ -108,14 +108,14 @@ impl Shared {
                 "shared {what} of {size} bytes at {address:#x} is out of bounds: the block has {len:#x} bytes"
             ));
         }
-        if address % size != 0 {
+        if !address.is_multiple_of(size) {
             return Err(format!("shared {what} of {size} bytes at {address:#x} is not aligned to its size"));
         }
         Ok(address as usize..(address + size) as usize)
     }
 
     fn cells_of(&self, range: &std::ops::Range<usize>) -> std::ops::Range<usize> {
-        range.start >> self.shift..(range.end - 1 >> self.shift) + 1
+        range.start >> self.shift..((range.end - 1) >> self.shift) + 1
     }
 
     /// Whether an earlier access is ordered before what `by` does now.
@@ -206,8 +206,14 @@ impl Shared {
     }
 
     fn words(&self, range: std::ops::Range<usize>) -> [u32; 4] {
+        // Lengths that the compiler knows make short copies.
+        let source = &self.bytes[range];
         let mut bytes = [0; 16];
-        bytes[..range.len()].copy_from_slice(&self.bytes[range]);
+        match source.len() {
+            16 => bytes.copy_from_slice(source),
+            4 => bytes[..4].copy_from_slice(source),
+            len => bytes[..len].copy_from_slice(source),
+        }
         std::array::from_fn(|i| u32::from_le_bytes([0, 1, 2, 3].map(|b| bytes[i * 4 + b])))
     }
 
@@ -225,8 +231,12 @@ impl Shared {
         for (chunk, word) in bytes.chunks_exact_mut(4).zip(value) {
             chunk.copy_from_slice(&word.to_le_bytes());
         }
-        let len = range.len();
-        self.bytes[range].copy_from_slice(&bytes[..len]);
+        let target = &mut self.bytes[range];
+        match target.len() {
+            16 => target.copy_from_slice(&bytes),
+            4 => target.copy_from_slice(&bytes[..4]),
+            len => target.copy_from_slice(&bytes[..len]),
+        }
     }
 
     /// A cp.async was issued: the bytes are its own until it is waited for.

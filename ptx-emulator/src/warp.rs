@@ -5,8 +5,8 @@ use crate::cta::Cta;
 use crate::decode::Instruction;
 use crate::error::Trouble;
 use crate::flow::NOWHERE;
+use crate::operands::Address;
 use crate::registers::{FULL, LANES, LaneOp, Registers};
-use crate::types::Class;
 
 /// An instruction that touches more than its own lane's registers.
 pub(crate) type WarpOp = Box<dyn Fn(&mut Warp, &mut Cta<'_>, u32) -> Result<(), Trouble> + Send + Sync>;
@@ -24,7 +24,7 @@ pub(crate) enum Op {
     Barrier(BarrierOp),
 }
 
-/// Operands of `bar.sync` and `bar.arrive`: registers of the class [`Class::Narrow`].
+/// Operands of `bar.sync` and `bar.arrive`: registers of 32 bits.
 #[derive(Clone, Copy)]
 pub(crate) struct BarrierOp {
     pub id: u32,
@@ -168,12 +168,11 @@ impl Warp {
         Ok(())
     }
 
-    /// The addresses of all lanes from a register and an offset.
-    pub fn addresses(&self, (class, index): (Class, u32), offset: i64) -> [u64; LANES] {
-        match class {
-            Class::Wide => self.registers.wide[index as usize].map(|a| a.wrapping_add_signed(offset)),
-            _ => self.registers.narrow[index as usize].map(|a| u64::from(a).wrapping_add_signed(offset)),
-        }
+    /// The addresses of all lanes.
+    pub fn addresses(&self, Address { base, offset }: Address) -> [u64; LANES] {
+        let mut addresses = self.registers.bits(base);
+        addresses.iter_mut().for_each(|a| *a = a.wrapping_add_signed(offset));
+        addresses
     }
 }
 
