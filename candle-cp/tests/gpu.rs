@@ -26,6 +26,8 @@ fn check(name: &str, gpu: &Gpu, case: &Case, layout: &candle_cp::SequenceLayout,
     } else {
         0.0
     };
+    // Sums in f32 of numbers up to 1, whose differences may cancel.
+    let floor = 16.0 * f64::from(f32::EPSILON) + slack * magnitude(&reference.dk).max(magnitude(&reference.dv));
     let parts = |x: &Outcome| x.parts().map(|(_, numbers)| numbers.to_vec());
     let [out, lse, dq, dk, dv] = parts(&found);
     let [composed_out, _, composed_dq, composed_dk, composed_dv] = parts(&composed);
@@ -37,7 +39,7 @@ fn check(name: &str, gpu: &Gpu, case: &Case, layout: &candle_cp::SequenceLayout,
         ("dk", &dk, &composed_dk, &reference.dk),
         ("dv", &dv, &composed_dv, &reference.dv),
     ] {
-        assert_gradient_ratio(&format!("{name}: {part}"), dtype, (found, composed, reference), slack);
+        assert_gradient_ratio(&format!("{name}: {part}"), dtype, (found, composed, reference), floor);
     }
 }
 
@@ -68,11 +70,11 @@ fn compare(case: &Case, layout: &LayoutDraw, device: usize, (strides, odd, landi
 }
 
 proptest! {
-    #![proptest_config(draw::config(140))]
+    #![proptest_config(draw::config(120))]
 
     #[test]
     fn small_heads(
-        case in gpu_case(1..=200, vec![64, 64, 40, 3]), layout in draw::layout(70), device in 0usize..3,
+        case in gpu_case(1..=140, vec![64, 64, 40, 3]), layout in draw::layout(70), device in 0usize..3,
         memories in memories(), element in 0usize..3,
     ) {
         compare(&case, &layout, device, memories, element);
@@ -80,11 +82,11 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(draw::config(40))]
+    #![proptest_config(draw::config(28))]
 
     #[test]
     fn heads_of_128(
-        case in gpu_case(1..=150, vec![128, 72]), layout in draw::layout(70), device in 0usize..3,
+        case in gpu_case(1..=90, vec![128, 72]), layout in draw::layout(70), device in 0usize..3,
         memories in memories(), element in 0usize..3,
     ) {
         compare(&case, &layout, device, memories, element);
@@ -92,7 +94,7 @@ proptest! {
 
     #[test]
     fn heads_of_256(
-        case in gpu_case(1..=110, vec![256, 160]), layout in draw::layout(50), device in 0usize..3,
+        case in gpu_case(1..=70, vec![256, 160]), layout in draw::layout(50), device in 0usize..3,
         memories in memories(), element in 0usize..3,
     ) {
         compare(&case, &layout, device, memories, element);
@@ -100,7 +102,7 @@ proptest! {
 
     #[test]
     fn heads_of_512(
-        case in gpu_case(1..=70, vec![512, 300]), layout in draw::layout(40), device in 0usize..3,
+        case in gpu_case(1..=40, vec![512, 300]), layout in draw::layout(40), device in 0usize..3,
         memories in memories(), element in 0usize..3,
     ) {
         compare(&case, &layout, device, memories, element);
