@@ -100,8 +100,8 @@ fn scattered(dispatch: &Dispatch, x_aw: &Tensor, w: &Tensor, side: Side) -> Resu
     y_rko.sum(1)?.to_dtype(dtype)
 }
 
-/// Sums of outer products per expert, in the layout of matrices from `assignments` to `rows` where `side` says that
-/// outputs come first and the outputs are those of assignments; 0 for an expert without rows.
+/// `[assignments, a]` and `[rows, r]` to the sums of outer products per expert: `[experts, a, r]` with
+/// [`Side::OutputsFirst`], `[experts, r, a]` with the other; 0 for an expert without rows.
 fn weight_gradient(dispatch: &Dispatch, of_assignments: &Tensor, of_rows: &Tensor, side: Side) -> Result<Tensor> {
     let (a_width, r_width) = (of_assignments.dim(1)?, of_rows.dim(1)?);
     let (outer, inner) = if side == Side::OutputsFirst { (a_width, r_width) } else { (r_width, a_width) };
