@@ -311,7 +311,7 @@ impl Config {
             flag: Some("--device"),
             value: "DEVICE",
             help: "Where the model runs: cpu, or cuda or cuda:N with the feature `cuda` and --cp 1 [default: cpu]",
-            example: "cpu",
+            example: "cuda",
             set: |config, text| text.parse().map(|device| config.device = device),
             get: |config| Some(string(config.device)),
         },
