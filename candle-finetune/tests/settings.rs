@@ -137,8 +137,7 @@ fn as_written(mut config: Config) -> Config {
 fn value() -> impl Strategy<Value = String> {
     let text = prop_oneof!["\\PC{0,12}", ".{0,6}", "[a-z_/.*,]{1,16}"];
     let quoted = text.prop_map(|text: String| toml::Value::String(text).to_string());
-    let leaf =
-        prop_oneof![
+    let leaf = prop_oneof![
             any::<i64>().prop_map(|number| number.to_string()),
             (0..100_000i64).prop_map(|number| number.to_string()),
             any::<u64>().prop_map(|number| format!("\"{number}\"")),

@@ -28,6 +28,10 @@ impl RmsNorm {
 
     /// By tensor operations. Only `x` is kept for backward.
     fn composed(&self, x: &Tensor) -> Result<Tensor> {
+        if x.elem_count() == 0 {
+            // Not every device sums over nothing.
+            return Ok(x.clone());
+        }
         let eps = self.eps;
         let (normed, _) = normed(x, eps)?;
         match &self.weight {
@@ -122,6 +126,14 @@ mod tests {
                 assert_eq!(store.get_ids().count(), 1, "{dtype:?}");
             }
         }
+        Ok(())
+    }
+
+    #[test]
+    fn nothing_is_normed_to_nothing() -> Result<()> {
+        let x = Var::zeros((0, 3), DType::F32, &Device::Cpu)?;
+        let norm = RmsNorm { weight: Some(random(&[3], DType::F32, 1)?), eps: 0.1 };
+        assert_eq!(norm.forward(&x)?.dims(), [0, 3]);
         Ok(())
     }
 
