@@ -16,6 +16,7 @@ use candle_cp::LayoutKind;
 use candle_gemma4::{LoraOptions, LoraTargets, Part};
 
 pub use self::setting::Setting;
+use crate::device::ComputeDevice;
 use crate::error::{Error, Result};
 use crate::hub::{HubOptions, PullEvent, resolve_data, resolve_model};
 use crate::optimizer::AdamWConfig;
@@ -75,6 +76,8 @@ pub struct Config {
     pub validate_every: Option<usize>,
     /// `optimizer`: betas, eps and weight decay.
     pub optimizer: AdamWConfig,
+    /// `parallel.device`: where the model runs.
+    pub device: ComputeDevice,
     /// `parallel.cp`: ranks that share every sequence.
     pub cp: usize,
     /// `parallel.layout`: which tokens each rank owns.
@@ -169,6 +172,7 @@ impl Default for Config {
             seed: 0,
             validate_every: None,
             optimizer: AdamWConfig::default(),
+            device: ComputeDevice::Cpu,
             cp: 2,
             layout: LayoutKind::HeadTail,
             out: PathBuf::from("runs/finetune_gemma4"),

@@ -52,6 +52,15 @@ pub enum Error {
         fix: String,
     },
 
+    /// A device cannot be opened.
+    #[error("--device {device:?} cannot be used: {cause}; nvidia-smi lists the GPUs that the driver finds")]
+    DeviceUnavailable {
+        /// The device.
+        device: String,
+        /// What the driver says.
+        cause: Box<candle_core::Error>,
+    },
+
     /// There is no such setting.
     #[error("{flag} is no setting of this recipe; {}", did_you_mean(nearest.as_deref()))]
     UnknownFlag {
@@ -303,6 +312,7 @@ impl Error {
     pub fn is_usage(&self) -> bool {
         match self {
             Self::Flag { .. }
+            | Self::DeviceUnavailable { .. }
             | Self::UnknownFlag { .. }
             | Self::Settings { .. }
             | Self::Processor(_)

@@ -66,14 +66,14 @@ pub fn evaluate(trainer: &Trainer, batches: impl Iterator<Item = Result<Batch>>)
 
 /// Adds what this rank's tokens score.
 fn add_local(trainer: &Trainer, batch: &Batch, scores: &mut Scores) -> Result<()> {
-    let (model, device) = (trainer.model(), Device::Cpu);
+    let (model, device) = (trainer.model(), trainer.job().device());
     let context = trainer.context(batch)?;
-    let inputs = batch.inputs(&trainer.job().model, trainer.config().dtype, &device)?;
+    let inputs = batch.inputs(&trainer.job().model, trainer.config().dtype, device)?;
     let local = model.shard(&model.embed(&inputs, &mut ())?, &inputs.input_ids_bs, &context)?;
     let hidden_bsh = model.decode(&local, &context, &mut ())?.detach();
-    let labels = context.shard_labels(&batch.labels_bs(&device)?)?;
+    let labels = context.shard_labels(&batch.labels_bs(&Device::Cpu)?)?;
     // Parts sit on the same tokens as labels, so the same shift applies.
-    let parts = context.shard_labels(&batch.parts_bs(&device)?)?.labels_bs.flatten_all()?.to_vec1::<i64>()?;
+    let parts = context.shard_labels(&batch.parts_bs(&Device::Cpu)?)?.labels_bs.flatten_all()?.to_vec1::<i64>()?;
     let mean = model.loss(&hidden_bsh, &labels)?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
     scores.loss_sum += mean * labels.count as f64;
 
@@ -82,7 +82,7 @@ fn add_local(trainer: &Trainer, batch: &Batch, scores: &mut Scores) -> Result<()
     if places.is_empty() {
         return Ok(());
     }
-    let hidden_nh = hidden_bsh.flatten(0, 1)?.index_select(&Tensor::new(places.as_slice(), &device)?, 0)?;
+    let hidden_nh = hidden_bsh.flatten(0, 1)?.index_select(&Tensor::new(places.as_slice(), device)?, 0)?;
     let predicted = model.logits(&hidden_nh)?.argmax(D::Minus1)?.to_vec1::<u32>()?;
     for (place, predicted) in places.into_iter().zip(predicted) {
         let part = parts[place as usize] as usize;

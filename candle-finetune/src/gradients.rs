@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor, Var};
+use candle_core::{D, DType, Tensor, Var};
 use candle_cp::Communicator;
 
 use crate::error::Result;
@@ -83,11 +83,13 @@ impl Gradients {
     /// # Errors
     /// A tensor operation failed.
     pub fn norm(&self) -> Result<f64> {
-        let mut total = 0.0;
+        let Some(first) = self.named.values().next() else { return Ok(0.0) };
+        // Read back once: each reading waits for the device.
+        let mut total = Tensor::zeros((), DType::F64, first.device())?;
         for gradient in self.named.values() {
-            total += gradient.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
+            total = (total + sum_of_squares(gradient)?)?;
         }
-        Ok(total.sqrt())
+        Ok(total.to_scalar::<f64>()?.sqrt())
     }
 
     /// Scales all gradients by the same factor so that their norm is at most `max_norm`; `norm` is what
@@ -117,6 +119,23 @@ impl Gradients {
         }
         Ok(None)
     }
+}
+
+/// Numbers that are widened at a time.
+const PIECE: usize = 1 << 26;
+
+/// In f64, as a scalar on the gradient's device.
+fn sum_of_squares(gradient: &Tensor) -> candle_core::Result<Tensor> {
+    let Some(&rows) = gradient.dims().first() else { return gradient.to_dtype(DType::F64)?.sqr() };
+    let piece = (PIECE / (gradient.elem_count() / rows.max(1)).max(1)).clamp(1, rows.max(1));
+    let mut total = Tensor::zeros((), DType::F64, gradient.device())?;
+    for start in (0..rows).step_by(piece) {
+        let squares = gradient.narrow(0, start, piece.min(rows - start))?.to_dtype(DType::F64)?.sqr()?;
+        // Row by row first: a GPU gives each sum that is wanted to one block of threads.
+        let of_rows = if squares.rank() > 1 { squares.sum(D::Minus1)? } else { squares };
+        total = (total + of_rows.sum_all()?)?;
+    }
+    Ok(total)
 }
 
 #[cfg(test)]

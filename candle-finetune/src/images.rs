@@ -50,7 +50,7 @@ pub(crate) fn check_positions(
 }
 
 /// `pixel_values [images, patches, patch_dim]` and `image_position_ids [images, patches, 2]` of pictures, which may
-/// differ in size: short ones are padded to the longest with zeros at position (-1, -1). `None` for no picture.
+/// differ in size, the positions on the CPU: short ones are padded to the longest with zeros at position (-1, -1). `None` for no picture.
 pub(crate) fn tensors(
     pictures: &[Arc<ImagePatches>],
     dtype: DType,
@@ -68,7 +68,7 @@ pub(crate) fn tensors(
         positions.resize((index + 1) * most * 2, -1);
     }
     let values = Tensor::from_vec(values, (pictures.len(), most, patch_dim), device)?.to_dtype(dtype)?;
-    Ok(Some((values, Tensor::from_vec(positions, (pictures.len(), most, 2), device)?)))
+    Ok(Some((values, Tensor::from_vec(positions, (pictures.len(), most, 2), &Device::Cpu)?)))
 }
 
 #[cfg(test)]

@@ -47,6 +47,7 @@ struct Samples {
 pub struct Job {
     /// Configuration of the model.
     pub model: candle_gemma4::Config,
+    device: Device,
     folder: Option<PathBuf>,
     data: Data,
     steps: usize,
@@ -73,6 +74,7 @@ impl Job {
     }
 
     fn read(config: &Config, model: candle_gemma4::Config) -> Result<Self> {
+        let device = config.device.open()?;
         let data = match (config.model_folder(), &config.data) {
             (Some(folder), Some(_)) => {
                 let encoder = Arc::new(Encoder::from_folder(folder, &model)?);
@@ -90,10 +92,10 @@ impl Job {
             (Data::Digits(_), None) => Config::DIGIT_STEPS,
         };
         config.check_warmup(steps)?;
-        Ok(Self { model, folder: config.model_folder().map(Path::to_path_buf), data, steps })
+        Ok(Self { model, device, folder: config.model_folder().map(Path::to_path_buf), data, steps })
     }
 
-    /// The starting weights on the CPU, the same numbers on every rank. What `config.freeze` names is constant, and beside
+    /// The starting weights on the job's device, the same numbers on every rank. What `config.freeze` names is constant, and beside
     /// adapters everything else.
     ///
     /// # Errors
@@ -105,7 +107,7 @@ impl Job {
     /// The same, and where adapters went.
     pub(crate) fn start(&self, config: &Config) -> Result<(Weights, Option<LoraReport>)> {
         match &self.folder {
-            None => Ok((Weights::random(&self.model, config.dtype, &Device::Cpu, config.seed)?, None)),
+            None => Ok((Weights::random(&self.model, config.dtype, &self.device, config.seed)?, None)),
             Some(folder) => self.load(config, folder, None),
         }
     }
@@ -119,7 +121,7 @@ impl Job {
     }
 
     fn load(&self, config: &Config, folder: &Path, adapter: Option<&Path>) -> Result<(Weights, Option<LoraReport>)> {
-        let load = |options: &LoadOptions| Weights::load_with(folder, &self.model, config.dtype, &Device::Cpu, options);
+        let load = |options: &LoadOptions| Weights::load_with(folder, &self.model, config.dtype, &self.device, options);
         let Some(lora) = config.lora.options() else {
             let weights = load(&freeze(&config.freeze)?)?;
             return match weights.variables().is_empty() {
@@ -142,6 +144,11 @@ impl Job {
             Data::Lines(samples) => Box::new(samples.train.training(config.seed)),
         };
         Packer::new(source, &self.model, config.batch_rows, config.seq_len)
+    }
+
+    /// Where the model runs; opened once.
+    pub fn device(&self) -> &Device {
+        &self.device
     }
 
     /// Optimizer steps of the run.

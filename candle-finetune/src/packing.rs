@@ -44,12 +44,13 @@ impl Batch {
         self.ids.first().map_or(0, Vec::len)
     }
 
-    /// What the model reads; pixels in `dtype`.
+    /// What the model reads; pixels in `dtype` on `device`. Ids and positions stay on the CPU, where the model looks at
+    /// them.
     ///
     /// # Errors
     /// A tensor operation failed, or there are pictures and the model takes none.
     pub fn inputs(&self, config: &Config, dtype: DType, device: &Device) -> Result<Inputs> {
-        let input_ids_bs = Tensor::new(self.ids.clone(), device)?;
+        let input_ids_bs = Tensor::new(self.ids.clone(), &Device::Cpu)?;
         if !self.pictures.is_empty() && images::settings(config).is_none() {
             return Err(Error::Task { task: "pictures", reason: "config.json has no vision_config".to_string() });
         }

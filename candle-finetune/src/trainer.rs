@@ -100,7 +100,7 @@ impl<'a> Trainer<'a> {
         });
         let shares: Vec<_> = shares.collect::<Result<_>>()?;
         let label_tokens = shares.iter().map(|(_, _, labels)| labels.count).sum();
-        let mut loss = Tensor::zeros((), DType::F64, &Device::Cpu)?;
+        let mut loss = Tensor::zeros((), DType::F64, self.job.device())?;
         let mut gradients: Option<Gradients> = None;
         let first = self.optimizer.steps() * self.config.accumulate;
         for (place, (batch, context, labels)) in shares.into_iter().enumerate() {
@@ -132,7 +132,7 @@ impl<'a> Trainer<'a> {
         labels: &ShardedLabels,
     ) -> Result<(Tensor, Gradients)> {
         let recompute = if self.config.recompute { Recompute::on() } else { Recompute::off() };
-        let inputs = batch.inputs(&self.job.model, self.config.dtype, &Device::Cpu)?;
+        let inputs = batch.inputs(&self.job.model, self.config.dtype, self.job.device())?;
         let local = model.shard(&model.embed(&inputs, &mut ())?, &inputs.input_ids_bs, context)?;
         let hidden_bsh = model.decode_with(&local, context, &recompute, &mut ())?;
         let loss = model.loss(&hidden_bsh, labels)?;

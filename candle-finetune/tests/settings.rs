@@ -138,16 +138,27 @@ fn value() -> impl Strategy<Value = String> {
     let text = prop_oneof!["\\PC{0,12}", ".{0,6}", "[a-z_/.*,]{1,16}"];
     let quoted = text.prop_map(|text: String| toml::Value::String(text).to_string());
     let leaf = prop_oneof![
-        any::<i64>().prop_map(|number| number.to_string()),
-        (0..100_000i64).prop_map(|number| number.to_string()),
-        any::<u64>().prop_map(|number| format!("\"{number}\"")),
-        any::<f64>().prop_map(|number| toml::Value::Float(number).to_string()),
-        (0.0..1.0).prop_map(|number: f64| format!("{number:?}")),
-        any::<bool>().prop_map(|yes| yes.to_string()),
-        select(&["\"f32\"", "\"bf16\"", "\"text\"", "\"vision\"", "\"cosine\"", "\"balanced\"", "1979-05-27"][..])
+            any::<i64>().prop_map(|number| number.to_string()),
+            (0..100_000i64).prop_map(|number| number.to_string()),
+            any::<u64>().prop_map(|number| format!("\"{number}\"")),
+            any::<f64>().prop_map(|number| toml::Value::Float(number).to_string()),
+            (0.0..1.0).prop_map(|number: f64| format!("{number:?}")),
+            any::<bool>().prop_map(|yes| yes.to_string()),
+            select(
+                &[
+                    "\"f32\"",
+                    "\"bf16\"",
+                    "\"text\"",
+                    "\"vision\"",
+                    "\"cosine\"",
+                    "\"cpu\"",
+                    "\"balanced\"",
+                    "1979-05-27"
+                ][..]
+            )
             .prop_map(str::to_string),
-        quoted,
-    ];
+            quoted,
+        ];
     leaf.prop_recursive(2, 6, 3, |inner| {
         let list = prop::collection::vec(inner.clone(), 0..3).prop_map(|values| format!("[{}]", values.join(", ")));
         prop_oneof![3 => list, 1 => inner.prop_map(|value| format!("{{ a = {value} }}"))]
@@ -205,7 +216,7 @@ fn good_files_are_accepted() {
 fn one_value_of_every_setting_survives() {
     for setting in Config::SETTINGS {
         let accepted = |value: &str| read(&format!("{} = {value}", setting.key)).unwrap();
-        let values = ["1", "0.5", "true", "\"f32\"", "\"text\"", "\"cosine\"", "\"balanced\""];
+        let values = ["1", "0.5", "true", "\"f32\"", "\"text\"", "\"cosine\"", "\"cpu\"", "\"balanced\""];
         assert!(values.iter().any(|value| accepted(value)), "{setting:?}");
         for refused in ["{}", "[[1]]", "1979-05-27", "\"\""] {
             assert!(!accepted(refused), "{setting:?} = {refused}");

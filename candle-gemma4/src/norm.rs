@@ -1,6 +1,7 @@
 //! Root-mean-square normalization.
 
 use candle_core::{D, DType, Result, Tensor};
+use candle_cp::with_backward;
 
 use crate::fused;
 
@@ -25,17 +26,53 @@ impl RmsNorm {
         fused::rms_norm(&x_wide, weight.as_ref(), self.eps)?.to_dtype(x.dtype())
     }
 
+    /// By tensor operations. Only `x` is kept for backward.
     fn composed(&self, x: &Tensor) -> Result<Tensor> {
-        let dtype = wide(x.dtype());
-        let x_wide = x.to_dtype(dtype)?;
-        let mean_square = (x_wide.sqr()?.mean_keepdim(D::Minus1)? + self.eps)?;
-        let normed = x_wide.broadcast_mul(&mean_square.powf(-0.5)?)?;
-        let scaled = match &self.weight {
-            Some(weight) => normed.broadcast_mul(&weight.to_dtype(dtype)?)?,
-            None => normed,
-        };
-        scaled.to_dtype(x.dtype())
+        if x.elem_count() == 0 {
+            // Not every device sums over nothing.
+            return Ok(x.clone());
+        }
+        let eps = self.eps;
+        let (normed, _) = normed(x, eps)?;
+        match &self.weight {
+            Some(weight) => {
+                let y = normed.broadcast_mul(&weight.detach().to_dtype(normed.dtype())?)?.to_dtype(x.dtype())?;
+                with_backward("rms-norm", [x, weight], y, move |[x, weight], grad| {
+                    let (x_grad, weight_grad) = gradients(x, Some(weight), grad, eps)?;
+                    Ok([Some(x_grad), weight_grad])
+                })
+            }
+            None => with_backward("rms-norm", [x], normed.to_dtype(x.dtype())?, move |[x], grad| {
+                Ok([Some(gradients(x, None, grad, eps)?.0)])
+            }),
+        }
     }
+}
+
+/// `x / rms` and `1 / rms` in the type of sums, outside of the graph.
+fn normed(x: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+    let x_wide = x.detach().to_dtype(wide(x.dtype()))?;
+    let inverse_rms = (x_wide.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?.recip()?;
+    Ok((x_wide.broadcast_mul(&inverse_rms)?, inverse_rms))
+}
+
+/// Gradients of `x` and of the weight, if it is tracked.
+fn gradients(x: &Tensor, weight: Option<&Tensor>, grad: &Tensor, eps: f64) -> Result<(Tensor, Option<Tensor>)> {
+    let (normed, inverse_rms) = normed(x, eps)?;
+    let dtype = normed.dtype();
+    let grad = grad.to_dtype(dtype)?;
+    let weight_grad = weight.filter(|weight| weight.track_op()).map(|weight| {
+        let width = weight.elem_count();
+        let rows = x.elem_count() / width;
+        (&grad * &normed)?.reshape((rows, width))?.sum(0)?.to_dtype(weight.dtype())
+    });
+    let grad = match weight {
+        Some(weight) => grad.broadcast_mul(&weight.detach().to_dtype(dtype)?)?,
+        None => grad,
+    };
+    let along = (&grad * &normed)?.mean_keepdim(D::Minus1)?;
+    let across = (grad - normed.broadcast_mul(&along)?)?;
+    Ok((across.broadcast_mul(&inverse_rms)?.to_dtype(x.dtype())?, weight_grad.transpose()?))
 }
 
 /// The type that sums are formed in.
@@ -84,9 +121,19 @@ mod tests {
         for dtype in [DType::F32, DType::BF16] {
             let x = Var::from_tensor(&random(&[4, 6], dtype, 1)?)?;
             let norm = RmsNorm { weight: Some(random(&[6], dtype, 2)?), eps: 0.1 };
-            let store = norm.forward(&x)?.sum_all()?.backward()?;
-            assert_eq!(store.get_ids().count(), 1, "{dtype:?}");
+            for y in [norm.forward(&x)?, norm.composed(&x)?] {
+                let store = y.sum_all()?.backward()?;
+                assert_eq!(store.get_ids().count(), 1, "{dtype:?}");
+            }
         }
+        Ok(())
+    }
+
+    #[test]
+    fn nothing_is_normed_to_nothing() -> Result<()> {
+        let x = Var::zeros((0, 3), DType::F32, &Device::Cpu)?;
+        let norm = RmsNorm { weight: Some(random(&[3], DType::F32, 1)?), eps: 0.1 };
+        assert_eq!(norm.forward(&x)?.dims(), [0, 3]);
         Ok(())
     }
 

@@ -9,10 +9,9 @@
 use std::mem::take;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::backprop::GradStore;
-use candle_core::cpu_backend::CpuDevice;
-use candle_core::{CpuStorage, CustomOp1, CustomOp3, DType, Layout, Shape, Storage, Tensor, Var, bail};
+use candle_core::{Tensor, Var};
+use candle_cp::with_backward;
 
 use crate::error::{Error, Result};
 
@@ -33,9 +32,6 @@ struct Collected {
     /// The first failure inside of a part, before Candle's error type took its kind away.
     error: Option<Error>,
 }
-
-/// Most inputs of a part: hidden states, and keys and values of an earlier layer.
-const MOST_INPUTS: usize = 3;
 
 /// What runs again: from as many inputs as it has been given.
 type Stage = dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync;
@@ -74,7 +70,7 @@ impl Recompute {
         Ok(store)
     }
 
-    /// Runs a part of the model on `N` inputs, one to three of them. `part` must do the same each time that it runs:
+    /// Runs a part of the model on `N` inputs, one to three of them: hidden states, keys and values of an earlier layer. `part` must do the same each time that it runs:
     /// with recomputation on it runs twice, the second time with its inputs as leaves of a graph of its own.
     pub(crate) fn run<const N: usize>(
         &self,
@@ -92,25 +88,24 @@ impl Recompute {
         first: impl Fn([&Tensor; N]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
         second: impl Fn([&Tensor; N], &[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Result<Tensor> {
-        const { assert!(1 <= N && N <= MOST_INPUTS) };
         let Some(collected) = &self.0 else { return second(inputs, &first(inputs)?) };
         let detached = inputs.map(Tensor::detach);
         let output = second(detached.each_ref(), &first(detached.each_ref())?)?.detach();
-        let mut inputs = inputs.map(Tensor::clone).to_vec();
+        let mut inputs = inputs.map(Tensor::clone);
         if !inputs[0].track_op() {
             // The weights inside need backward to come here, even if no input leads to anything that is trained.
             inputs[0] = Var::from_tensor(&inputs[0])?.as_tensor().clone();
         }
-        let nothing = Tensor::zeros(0, DType::F32, output.device())?;
-        inputs.resize(MOST_INPUTS, nothing);
-        let op = Recomputed {
-            inputs: N,
+        let part = Recomputed {
             first: Box::new(move |inputs| first(std::array::from_fn(|i| &inputs[i]))),
             second: Box::new(move |inputs| Ok(vec![second(std::array::from_fn(|i| &inputs[i]), &inputs[N..])?])),
-            output: Mutex::new(Some(output)),
             collected: collected.clone(),
         };
-        Ok(inputs[0].apply_op3(&inputs[1], &inputs[2], op)?)
+        let backward = move |inputs: [&Tensor; N], grad: &Tensor| {
+            let mut gradients = part.backward(&inputs, grad)?.into_iter();
+            Ok(std::array::from_fn(|_| gradients.next()))
+        };
+        Ok(with_backward("recomputed", inputs.each_ref(), output, backward)?)
     }
 }
 
@@ -118,15 +113,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Hangs a part's output, computed outside of the graph, onto its inputs.
+/// A part whose output was computed outside of the graph.
 struct Recomputed {
-    /// The number of inputs; the rest are empty tensors.
-    inputs: usize,
     first: Box<Stage>,
     /// Gets the inputs and then what `first` made.
     second: Box<Stage>,
-    /// Until forward takes it.
-    output: Mutex<Option<Tensor>>,
     collected: Arc<Mutex<Collected>>,
 }
 
@@ -151,7 +142,7 @@ impl Recomputed {
     /// leaves; those of the weights are collected.
     fn pull(&self, stage: &Stage, leaves: Vec<Tensor>, grads: Vec<Tensor>) -> candle_core::Result<Vec<Tensor>> {
         let outputs = self.checked(stage(&leaves))?;
-        let seeds = outputs.iter().zip(grads).map(|(output, grad)| output.apply_op1(Seed(grad)));
+        let seeds = outputs.iter().zip(grads).map(|(output, grad)| seed(output, grad));
         let root = seeds.reduce(|sum, seed| sum? + seed?).expect("a stage that is pulled has outputs")?;
         drop(outputs);
         let mut store = root.backward()?;
@@ -178,62 +169,15 @@ fn leaves(tensors: impl Iterator<Item = Tensor>) -> candle_core::Result<Vec<Tens
     tensors.map(|x| Ok(Var::from_tensor(&x)?.as_tensor().clone())).collect()
 }
 
-impl CustomOp3 for Recomputed {
-    fn name(&self) -> &'static str {
-        "recomputed"
-    }
-
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let output = lock(&self.output).take().expect("forward runs once").force_contiguous()?;
-        let (storage, layout) = output.storage_and_layout();
-        match &*storage {
-            Storage::Cpu(storage) => Ok((storage.try_clone(layout)?, layout.shape().clone())),
-            _ => bail!("a part whose inputs are on the CPU has its output on another device"),
-        }
-    }
-
-    fn bwd(
-        &self,
-        a: &Tensor,
-        b: &Tensor,
-        c: &Tensor,
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let mut gradients = self.backward(&[a, b, c][..self.inputs], grad)?.into_iter();
-        Ok((gradients.next(), gradients.next(), gradients.next()))
-    }
-}
-
-/// A scalar whose gradient with respect to its input is the given one.
-struct Seed(Tensor);
-
-impl CustomOp1 for Seed {
-    fn name(&self) -> &'static str {
-        "seed"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, _: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let scalar = Shape::from(());
-        Ok((CpuDevice.zeros_impl(&scalar, storage.dtype())?, scalar))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        Ok(Some(self.0.clone()))
-    }
+/// A scalar whose gradient with respect to `output` is `grad`.
+fn seed(output: &Tensor, grad: Tensor) -> candle_core::Result<Tensor> {
+    let scalar = Tensor::zeros((), output.dtype(), output.device())?;
+    with_backward("seed", [output], scalar, move |_, _| Ok([Some(grad.clone())]))
 }
 
 #[cfg(test)]
 mod tests {
-    use candle_core::Device;
+    use candle_core::{DType, Device};
 
     use super::*;
     use crate::fused::testing::random;

@@ -1,6 +1,7 @@
 //! Rotary position embedding of one or two axes.
 
 use candle_core::{D, DType, Device, Result, Tensor};
+use candle_cp::with_backward;
 
 use crate::fused;
 use crate::norm::wide;
@@ -45,10 +46,17 @@ impl Rope {
         }
     }
 
+    /// By tensor operations. Backward turns the gradient back; nothing is kept for it but the tables.
     fn composed(&self, x_bshd: &Tensor) -> Result<Tensor> {
-        let turned = x_bshd.broadcast_mul(&self.cos_bsd.unsqueeze(2)?)?;
-        let swapped = swap_halves(x_bshd, self.sections)?;
-        turned + swapped.broadcast_mul(&self.signed_sin_bsd.unsqueeze(2)?)?
+        let [cos_bs1d, sin_bs1d] = [self.cos_bsd.detach().unsqueeze(2)?, self.signed_sin_bsd.detach().unsqueeze(2)?];
+        let sections = self.sections;
+        let turn = move |x_bshd: &Tensor, back: bool| {
+            let swapped = swap_halves(x_bshd, sections)?.broadcast_mul(&sin_bs1d)?;
+            let kept = x_bshd.broadcast_mul(&cos_bs1d)?;
+            if back { kept - swapped } else { kept + swapped }
+        };
+        let y_bshd = turn(&x_bshd.detach(), false)?;
+        with_backward("rotate", [x_bshd], y_bshd, move |_, grad| Ok([Some(turn(grad, true)?)]))
     }
 
     /// The cosines `[batch, tokens, head size]`.

@@ -24,10 +24,11 @@ const FIXED: [&str; 16] = [
 ];
 
 /// What has no part in the numbers that training gives, or only in their rounding.
-const FREE: [&str; 9] = [
+const FREE: [&str; 10] = [
     "model.recompute",
     "lora.merge",
     "train.validate_every",
+    "parallel.device",
     "parallel.cp",
     "parallel.layout",
     "out.dir",

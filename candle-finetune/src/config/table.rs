@@ -307,6 +307,15 @@ impl Config {
             get: |config| Some(Value::Float(config.optimizer.weight_decay)),
         },
         Setting {
+            key: "parallel.device",
+            flag: Some("--device"),
+            value: "DEVICE",
+            help: "Where the model runs: cpu, or cuda or cuda:N with the feature `cuda` and --cp 1 [default: cpu]",
+            example: "cuda",
+            set: |config, text| text.parse().map(|device| config.device = device),
+            get: |config| Some(string(config.device)),
+        },
+        Setting {
             key: "parallel.cp",
             flag: Some("--cp"),
             value: "N",

@@ -40,12 +40,25 @@ fn names_are_unique_and_have_sections() {
 }
 
 #[test]
+fn a_gpu_needs_a_build_for_it_and_one_rank() -> Result<()> {
+    let mut config = Config::default();
+    config.set("--device", "cuda:1")?;
+    let error = config.validate().unwrap_err().to_string();
+    let fix = if cfg!(feature = "cuda") { "use --cp 1" } else { "build it with --features cuda" };
+    assert!(error.contains(fix), "{error}");
+    config.set("--cp", "1")?;
+    assert_eq!(config.validate().is_ok(), cfg!(feature = "cuda"));
+    Ok(())
+}
+
+#[test]
 fn bad_values_name_flag_value_allowed_and_an_example() {
     for (flag, value, allowed, fix) in [
         ("--cp", "two", "a whole number from 1 to 64", "--cp 2"),
         ("--cp", "-1", "a whole number from 1 to 64", "--cp 2"),
         ("--cp", "0", "a whole number from 1 to 64", "--cp 2"),
         ("--cp", "65", "a whole number from 1 to 64", "--cp 2"),
+        ("--device", "gpu", "cpu, cuda, or cuda:N", "--device cuda"),
         ("--layout", "zigzag", "contiguous, head-tail, balanced", "--layout head-tail"),
         ("--steps", "0", "a whole number of at least 1", "--steps 100"),
         ("--steps", "1.5", "a whole number of at least 1", "--steps 100"),

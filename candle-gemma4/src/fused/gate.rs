@@ -7,8 +7,8 @@ use rayon::prelude::*;
 use super::{Real, TASK, slice, with_real, with_slices};
 
 /// sqrt(2 / pi)
-const SCALE: f64 = std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2;
-const CUBIC: f64 = 0.044715;
+pub(super) const SCALE: f64 = std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2;
+pub(super) const CUBIC: f64 = 0.044715;
 
 /// `gelu(gate) * up`, elementwise.
 pub(crate) fn gelu_gate(gate: &Tensor, up: &Tensor) -> Result<Tensor> {

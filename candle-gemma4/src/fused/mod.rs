@@ -1,8 +1,9 @@
 //! Norm, rope and the gated activation in one pass over memory each, forward and backward, for f32 and f64 on the
 //! CPU. Put together from plain operations the same steps touch memory ten times as often, and most of a small
-//! model's training step goes into them. Other types and devices use the plain operations, but for the norm, which
+//! model's training step goes into them. Other types and devices use tensor operations, but for the norm, which
 //! computes short types in f32 anyway.
 
+mod composed;
 mod expert_gate;
 mod gate;
 mod norm;
@@ -10,6 +11,7 @@ mod rope;
 
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, WithDType};
 
+pub(crate) use self::composed::{composed_expert_gate, composed_gelu_gate};
 pub(crate) use self::expert_gate::expert_gate;
 pub(crate) use self::gate::gelu_gate;
 pub(crate) use self::norm::rms_norm;

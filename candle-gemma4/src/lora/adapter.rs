@@ -2,6 +2,7 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_cp::with_backward;
 use rayon::prelude::*;
 
 use super::dropout::Dropout;
@@ -31,8 +32,39 @@ impl Adapter {
                 let op = Adapted { adapter: self.clone(), weight_oi, shape };
                 x.contiguous()?.apply_op3(&self.a_ri.contiguous()?, &self.b_or.contiguous()?, op)
             }
-            false => self.composed(x, &weight_oi, shape),
+            false => self.on_device(x, weight_oi, shape),
         }
+    }
+
+    /// One operation for backward, whose value comes from single steps.
+    fn on_device(&self, x: &Tensor, weight_oi: Tensor, shape: Shape) -> Result<Tensor> {
+        let y = self.composed(&x.detach(), &weight_oi, shape)?;
+        let adapter = self.clone();
+        with_backward("adapted-project", [x, &self.a_ri, &self.b_or], y, move |[x, _, _], grad| {
+            adapter.gradients(x, &weight_oi, grad)
+        })
+    }
+
+    /// Gradients of `x`, if it is tracked, `A` and `B`.
+    fn gradients(&self, x: &Tensor, weight_oi: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        let (outputs, inputs) = weight_oi.dims2()?;
+        let (dtype, rows) = (self.a_ri.dtype(), x.elem_count() / inputs);
+        let grad_ro = grad.reshape((rows, outputs))?;
+        let wide_ro = grad_ro.to_dtype(dtype)?;
+        let x_ri = self.drop(&x.detach().to_dtype(dtype)?)?.reshape((rows, inputs))?;
+        let low_nr = self.narrow(&x_ri)?.detach();
+        let low_grad = (wide_ro.matmul(&self.b_or.detach())? * self.scale)?;
+        let a_grad = low_grad.t()?.matmul(&x_ri)?;
+        let b_grad = (wide_ro.t()?.matmul(&low_nr)? * self.scale)?;
+        let x_grad = match x.track_op() {
+            true => {
+                let through = self.drop(&low_grad.matmul(&self.a_ri.detach())?)?;
+                let direct = grad_ro.matmul(weight_oi)?.to_dtype(dtype)?;
+                Some((direct + through)?.to_dtype(x.dtype())?.reshape(x.shape())?)
+            }
+            false => None,
+        };
+        Ok([x_grad, Some(a_grad), Some(b_grad)])
     }
 
     /// The same from single steps, each of which keeps its result for backward.
@@ -114,29 +146,13 @@ impl CustomOp3 for Adapted {
     fn bwd(
         &self,
         x: &Tensor,
-        a_ri: &Tensor,
-        b_or: &Tensor,
+        _a: &Tensor,
+        _b: &Tensor,
         _y: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let (outputs, inputs) = self.weight_oi.dims2()?;
-        let (dtype, rows) = (a_ri.dtype(), x.elem_count() / inputs);
-        let grad_ro = grad.reshape((rows, outputs))?;
-        let wide_ro = grad_ro.to_dtype(dtype)?;
-        let x_ri = self.adapter.drop(&x.detach().to_dtype(dtype)?)?.reshape((rows, inputs))?;
-        let low_nr = self.adapter.narrow(&x_ri)?.detach();
-        let low_grad = (wide_ro.matmul(&b_or.detach())? * self.adapter.scale)?;
-        let a_grad = low_grad.t()?.matmul(&x_ri)?;
-        let b_grad = (wide_ro.t()?.matmul(&low_nr)? * self.adapter.scale)?;
-        let x_grad = match x.track_op() {
-            true => {
-                let through = self.adapter.drop(&low_grad.matmul(&a_ri.detach())?)?;
-                let direct = grad_ro.matmul(&self.weight_oi)?.to_dtype(dtype)?;
-                Some((direct + through)?.to_dtype(x.dtype())?.reshape(x.shape())?)
-            }
-            false => None,
-        };
-        Ok((x_grad, Some(a_grad), Some(b_grad)))
+        let [x_grad, a_grad, b_grad] = self.adapter.gradients(x, &self.weight_oi, grad)?;
+        Ok((x_grad, a_grad, b_grad))
     }
 }
 
@@ -193,17 +209,24 @@ mod tests {
                 let shape = || Shape::from((2, 3, 4, 2));
                 let run =
                     |y: Tensor| Ok::<_, candle_core::Error>((y.to_dtype(dtype)?, (y * &grad)?.sum_all()?.backward()?));
-                let kept = adapter.project(&x, &weight, shape())?.sorted_nodes().len();
-                assert_eq!(kept, 4, "the result, x, A and B");
-                let (found, found_gradients) = run(adapter.project(&x, &weight, shape())?)?;
                 let (plain, plain_gradients) = run(adapter.composed(&x, &weight, shape())?)?;
-                assert_close("y", &found, &plain, tolerance)?;
-                for input in [x.as_tensor(), &adapter.a_ri, &adapter.b_or] {
-                    let gradient = |store: &candle_core::backprop::GradStore| store.get(input).unwrap().to_dtype(dtype);
-                    assert_close("gradient", &gradient(&found_gradients)?, &gradient(&plain_gradients)?, tolerance)?;
-                    assert_eq!(found_gradients.get(input).unwrap().dtype(), input.dtype());
+                for found in [adapter.project(&x, &weight, shape())?, adapter.on_device(&x, weight.clone(), shape())?] {
+                    assert_eq!(found.sorted_nodes().len(), 4, "the result, x, A and B");
+                    let (found, found_gradients) = run(found)?;
+                    assert_close("y", &found, &plain, tolerance)?;
+                    for input in [x.as_tensor(), &adapter.a_ri, &adapter.b_or] {
+                        let gradient =
+                            |store: &candle_core::backprop::GradStore| store.get(input).unwrap().to_dtype(dtype);
+                        assert_close(
+                            "gradient",
+                            &gradient(&found_gradients)?,
+                            &gradient(&plain_gradients)?,
+                            tolerance,
+                        )?;
+                        assert_eq!(found_gradients.get(input).unwrap().dtype(), input.dtype());
+                    }
+                    assert!(found_gradients.get(&weight).is_none() && plain_gradients.get(&weight).is_none());
                 }
-                assert!(found_gradients.get(&weight).is_none() && plain_gradients.get(&weight).is_none());
             }
         }
         Ok(())

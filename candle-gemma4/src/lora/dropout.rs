@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
-use candle_cp::CpContext;
+use candle_cp::{CpContext, with_backward};
 use rayon::prelude::*;
 
 use crate::fused::{Real, TASK, slice, with_real};
@@ -72,7 +72,19 @@ impl Dropout {
 
     /// `x`, in f32 or f64, has rows of `width` numbers. Those that are kept are scaled up.
     pub(crate) fn apply(&self, x: &Tensor, width: usize) -> Result<Tensor> {
-        x.contiguous()?.apply_op1(Drop { dropout: self.clone(), width })
+        match x.device().is_cpu() {
+            true => x.contiguous()?.apply_op1(Drop { dropout: self.clone(), width }),
+            false => self.composed(x, width),
+        }
+    }
+
+    /// By tensor operations: the host says what is kept, a byte for each number, which backward keeps.
+    fn composed(&self, x: &Tensor, width: usize) -> Result<Tensor> {
+        let kept = Tensor::from_vec(self.kept(x.elem_count(), width)?, x.shape(), x.device())?;
+        let scale = self.scale();
+        let drop = move |x: &Tensor| kept.where_cond(&(x * scale)?, &x.zeros_like()?);
+        let y = drop(&x.detach())?;
+        with_backward("adapter-dropout", [x], y, move |_, grad| Ok([Some(drop(grad)?)]))
     }
 
     /// The same on plain numbers.
@@ -84,27 +96,54 @@ impl Dropout {
     }
 
     fn masked<T: Real>(&self, x: &[T], width: usize) -> Result<Vec<T>> {
-        match &self.rows {
-            Rows::At(places) if places.len() * width != x.len() => {
-                bail!("dropout for {} rows of another batch got {}", places.len(), x.len() / width)
-            }
-            _ => {}
-        }
-        let limit = (self.share * 2f64.powi(32)) as u64;
+        self.check(x.len(), width)?;
         let rows_per_task = (TASK / width).max(1);
-        let (task, scale) = (rows_per_task * width, T::from_f64(1.0 / (1.0 - self.share)));
+        let (task, scale) = (rows_per_task * width, T::from_f64(self.scale()));
         let mut y = vec![T::from_f64(0.0); x.len()];
         y.par_chunks_mut(task).zip(x.par_chunks(task)).enumerate().for_each(|(part, (y, x))| {
             for (row, (y, x)) in y.chunks_mut(width).zip(x.chunks(width)).enumerate() {
-                let key = mix(self.key ^ mix(self.place(part * rows_per_task + row)));
+                let keeps = self.row(part * rows_per_task + row);
                 for (column, (y, &x)) in y.iter_mut().zip(x).enumerate() {
-                    if mix(key.wrapping_add(column as u64)) >> 32 >= limit {
+                    if keeps(column) {
                         *y = x * scale;
                     }
                 }
             }
         });
         Ok(y)
+    }
+
+    /// 1 for each of `count` numbers that is kept, 0 for the others.
+    fn kept(&self, count: usize, width: usize) -> Result<Vec<u8>> {
+        self.check(count, width)?;
+        let mut kept = vec![0; count];
+        kept.par_chunks_mut(width).enumerate().for_each(|(row, kept)| {
+            let keeps = self.row(row);
+            kept.iter_mut().enumerate().for_each(|(column, kept)| *kept = u8::from(keeps(column)));
+        });
+        Ok(kept)
+    }
+
+    fn check(&self, count: usize, width: usize) -> Result<()> {
+        match &self.rows {
+            Rows::At(places) if places.len() * width != count => {
+                bail!("dropout for {} rows of another batch got {}", places.len(), count / width)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// On what is kept.
+    fn scale(&self) -> f64 {
+        1.0 / (1.0 - self.share)
+    }
+
+    /// Whether a row keeps its number in a column.
+    #[inline(always)]
+    fn row(&self, row: usize) -> impl Fn(usize) -> bool {
+        let limit = (self.share * 2f64.powi(32)) as u64;
+        let key = mix(self.key ^ mix(self.place(row)));
+        move |column| mix(key.wrapping_add(column as u64)) >> 32 >= limit
     }
 
     fn place(&self, row: usize) -> u64 {
@@ -192,9 +231,17 @@ mod tests {
     #[test]
     fn gradients_go_where_values_went() -> Result<()> {
         let x = Var::from_tensor(&Tensor::ones((5, 7), DType::F32, &Device::Cpu)?)?;
-        let y = step(0.4, 3, 1, &[]).of_module("a", false).apply(&x, 7)?;
-        let gradients = y.sum_all()?.backward()?;
-        assert_eq!(gradients.get(&x).unwrap().to_vec2::<f32>()?, y.to_vec2::<f32>()?);
+        let dropout = step(0.4, 3, 1, &[]).of_module("a", false);
+        let y = dropout.apply(&x, 7)?;
+        for y in [&y, &dropout.composed(&x, 7)?] {
+            let gradients = y.sum_all()?.backward()?;
+            assert_eq!(gradients.get(&x).unwrap().to_vec2::<f32>()?, y.to_vec2::<f32>()?);
+        }
+        assert_eq!(dropout.composed(&x, 7)?.to_vec2::<f32>()?, y.to_vec2::<f32>()?);
+        let nan = (x.as_tensor() * f64::NAN)?;
+        let dropped =
+            |y: Tensor| Ok::<_, candle_core::Error>(y.to_vec2::<f32>()?.concat().iter().filter(|y| **y == 0.0).count());
+        assert_eq!(dropped(dropout.composed(&nan, 7)?)?, dropped(y)?);
         Ok(())
     }
 }

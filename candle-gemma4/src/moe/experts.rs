@@ -5,6 +5,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor, bail};
 
 use super::Dispatch;
+use super::composed;
 use super::grouped::{Gather, Scatter};
 use crate::config::MoeConfig;
 use crate::fused;
@@ -46,10 +47,15 @@ impl Experts {
             bail!("{experts} experts got weights {:?} and a choice among {}", weights_rk.dims(), dispatch.experts);
         }
         let x_rh = x.reshape((dispatch.rows, hidden))?.contiguous()?;
-        let gate_up_aw = x_rh.apply_op2(&self.gate_up_ewh.contiguous()?, Gather::new(dispatch))?;
-        let gate_up_aw = gate_up_aw.to_dtype(wide(x.dtype()))?;
-        let active_aw = fused::expert_gate(&gate_up_aw, weights_rk, &dispatch.slot)?.to_dtype(x.dtype())?;
-        let y_rh = active_aw.apply_op2(&self.down_ehw.contiguous()?, Scatter::new(dispatch))?;
+        let (gate_up_ewh, down_ehw) = (self.gate_up_ewh.contiguous()?, self.down_ehw.contiguous()?);
+        let y_rh = match x.device().is_cpu() {
+            true => {
+                let gate_up_aw = x_rh.apply_op2(&gate_up_ewh, Gather::new(dispatch))?.to_dtype(wide(x.dtype()))?;
+                let active_aw = fused::expert_gate(&gate_up_aw, weights_rk, &dispatch.slot)?.to_dtype(x.dtype())?;
+                active_aw.apply_op2(&down_ehw, Scatter::new(dispatch))?
+            }
+            false => composed::experts(&x_rh, (&gate_up_ewh, &down_ehw), dispatch, weights_rk)?,
+        };
         y_rh.reshape(x.shape())
     }
 }

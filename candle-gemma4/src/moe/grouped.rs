@@ -30,7 +30,7 @@ pub(super) struct Scatter {
 
 /// How an expert's matrix is laid out.
 #[derive(Clone, Copy, PartialEq)]
-enum Side {
+pub(super) enum Side {
     /// `[outputs, inputs]`
     OutputsFirst,
     /// `[inputs, outputs]`

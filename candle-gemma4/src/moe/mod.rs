@@ -5,6 +5,7 @@
 //! their output is 0, and they leave no trace in any gradient.
 
 mod block;
+mod composed;
 mod dispatch;
 mod experts;
 mod grouped;
