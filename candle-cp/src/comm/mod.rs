@@ -1,7 +1,8 @@
-//! How ranks talk: a small trait, one rank alone, and ranks as threads.
+//! How ranks talk: a small trait, one rank alone, ranks as threads, and how ranks that are processes meet.
 
 mod local;
 mod mailbox;
+pub mod rendezvous;
 pub mod threads;
 
 pub use local::Local;
