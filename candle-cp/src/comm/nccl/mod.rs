@@ -158,7 +158,7 @@ impl NcclRank {
             let allowed = format!("rank {} sends from the device it was connected with, or the CPU", self.link.rank);
             return Err(Error::argument("device", given, allowed, "make one Device per process and clone it"));
         }
-        Ok(x.detach().to_device(&own)?.contiguous()?)
+        Ok(x.detach().contiguous()?.to_device(&own)?)
     }
 }
 
