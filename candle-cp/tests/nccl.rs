@@ -29,6 +29,7 @@ fn run<T: Send>(deadline: Duration, f: impl Fn(&Comm, &Device, usize) -> T + Syn
                 let device = Device::new_cuda_with_stream(rank).unwrap();
                 if rank % 2 == 1 {
                     // Half of the ranks do without cudarc's own events, so that ours are tested.
+                    // SAFETY: the tests use the device's own stream only.
                     unsafe { device.as_cuda_device().unwrap().disable_event_tracking() };
                 }
                 let place = LaunchEnvironment { rank, size, local_rank: rank, address: "127.0.0.1".into(), port };

@@ -91,7 +91,7 @@ impl NcclRank {
                     })
                 })
             })?;
-            let all = landing.into_tensor(&[count * link.size]);
+            let all = self.home(landing.into_tensor(&[count * link.size]), x)?;
             for (rank, theirs) in headers.iter().enumerate() {
                 slices.push(all.narrow(0, rank * count, count)?.reshape(theirs.dims.as_slice())?);
             }
@@ -99,14 +99,14 @@ impl NcclRank {
             // Sizes differ: each rank in turn sends its own to all.
             for (root, theirs) in headers.iter().enumerate() {
                 let about = About { bytes: theirs.bytes(), ..about };
-                slices.push(self.send_to_all(&mine, theirs, root, &about)?);
+                slices.push(self.home(self.send_to_all(&mine, theirs, root, &about)?, x)?);
             }
         }
         for theirs in headers.iter().enumerate().filter(|(rank, _)| *rank != link.rank).map(|(_, header)| header) {
             self.counters.sent(traffic, header.bytes());
             self.counters.received(traffic, theirs.bytes());
         }
-        slices.into_iter().map(|slice| self.home(slice, x)).collect()
+        Ok(slices)
     }
 
     pub(super) fn sum(&self, x: &Tensor) -> Result<Tensor> {

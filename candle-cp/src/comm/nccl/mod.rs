@@ -56,8 +56,9 @@ use std::time::Duration;
 /// How [`connect`] makes a group.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Longest time that a rank waits for the others: until all have come, and then for each message. It includes the
-    /// computation that a message waits for.
+    /// Longest time until all ranks have come, and again until they are connected.
+    pub meeting: Duration,
+    /// Longest time that a rank waits for one message, with the computation that it waits for itself.
     pub deadline: Duration,
     /// File of the NCCL library. `None`: `libnccl.so.2`, then `libnccl.so`, where the system's loader looks.
     pub library: Option<PathBuf>,
@@ -65,7 +66,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { deadline: Duration::from_secs(120), library: None }
+        Self { meeting: Duration::from_secs(300), deadline: Duration::from_secs(120), library: None }
     }
 }
 
@@ -106,7 +107,7 @@ pub fn connect(device: &Device, place: &LaunchEnvironment, options: &Options) ->
         port: place.port,
         rank: place.rank,
         size: place.size,
-        deadline: options.deadline,
+        deadline: options.meeting,
     };
     let id = meeting.meet(|| {
         let id = library.unique_id().map(|id| id.0);
@@ -119,7 +120,8 @@ pub fn connect(device: &Device, place: &LaunchEnvironment, options: &Options) ->
         })
     })?;
     let who = (place.rank, place.size);
-    let link = Link::join(library, UniqueId(id), who, cuda.clone(), options.deadline)?;
+    let mut link = Link::join(library, UniqueId(id), who, cuda.clone(), options.meeting)?;
+    link.deadline = options.deadline;
     Ok(Arc::new(NcclRank { link: Arc::new(link), counters: Arc::default(), calls: AtomicU64::new(0) }))
 }
 
