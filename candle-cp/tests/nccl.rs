@@ -4,7 +4,8 @@
 use candle_core::{DType, Device, Tensor};
 use candle_cp::comm::{Expected, Tag, Traffic, nccl, threads};
 use candle_cp::{Communicator, Error, LaunchEnvironment, Result};
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -12,6 +13,15 @@ const SHORT: Duration = Duration::from_millis(400);
 const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
 
 type Comm = Arc<dyn Communicator>;
+
+/// Counts a rank as through when it is dropped, also by a panic.
+struct Ended<'a>(&'a AtomicUsize);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
 
 /// Runs `f` on every rank; `None` (and a line that says so) on a machine with fewer than two GPUs.
 fn run<T: Send>(deadline: Duration, f: impl Fn(&Comm, &Device, usize) -> T + Sync) -> Option<Vec<T>> {
@@ -21,10 +31,10 @@ fn run<T: Send>(deadline: Duration, f: impl Fn(&Comm, &Device, usize) -> T + Syn
         return None;
     }
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let barrier = Barrier::new(size);
+    let ended = AtomicUsize::new(0);
     Some(std::thread::scope(|scope| {
         let start = |rank: usize| {
-            let (f, barrier) = (&f, &barrier);
+            let (f, ended) = (&f, &ended);
             scope.spawn(move || {
                 let device = Device::new_cuda_with_stream(rank).unwrap();
                 if rank % 2 == 1 {
@@ -36,9 +46,13 @@ fn run<T: Send>(deadline: Duration, f: impl Fn(&Comm, &Device, usize) -> T + Syn
                 let options = nccl::Options { deadline, ..Default::default() };
                 let comm = nccl::connect(&device, &place, &options).unwrap();
                 assert_eq!((comm.rank(), comm.size()), (rank, size));
+                let guard = Ended(ended);
                 let result = f(&comm, &device, size);
-                // Nobody leaves before all are through: an end is not a failure that others should see.
-                barrier.wait();
+                drop(guard);
+                // Nobody leaves before all are through, or have failed: leaving is not what is tested.
+                while ended.load(Ordering::SeqCst) < size {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
                 result
             })
         };
@@ -98,6 +112,27 @@ fn exchanges_of_every_type_in_flight_together() {
 }
 
 #[test]
+fn messages_wait_for_what_the_device_still_computes() {
+    run(LONG, |comm, device, size| {
+        let rank = comm.rank();
+        let (to, from) = ((rank + 1) % size, (rank + size - 1) % size);
+        let slowly = |step: usize| {
+            let mut x = tensor(&numbers(rank, step, 1000), DType::F32, device);
+            for _ in 0..200 {
+                x = x.copy().unwrap();
+            }
+            x
+        };
+        let pending = comm.exchange(tag(1), Some((to, slowly(1))), expect(from, &[1000], DType::F32)).unwrap();
+        assert_eq!(values(&pending.wait().unwrap().unwrap().tensor), numbers(from, 1, 1000));
+        for (r, slice) in comm.all_gather(&slowly(2)).unwrap().iter().enumerate() {
+            assert_eq!(values(slice), numbers(r, 2, 1000));
+        }
+        assert_eq!(values(&comm.broadcast(&slowly(3), 1).unwrap()), numbers(1, 3, 1000));
+    });
+}
+
+#[test]
 fn any_shape_no_elements_one_way_and_no_wait() {
     run(LONG, |comm, device, size| {
         let (rank, dtype) = (comm.rank(), DType::F32);
@@ -108,9 +143,17 @@ fn any_shape_no_elements_one_way_and_no_wait() {
         let received = comm.exchange(tag(1), Some((to, x)), any).unwrap().wait().unwrap().unwrap();
         assert!(received.tensor.device().is_cpu() && received.tensor.dims() == [from, 3]);
         assert_eq!(values(&received.tensor), numbers(from, 1, 3 * from));
-        // Nobody waits for this one.
+        // Odd ranks do not wait, and let go of what they send while the others are late.
+        if rank % 2 == 0 {
+            std::thread::sleep(Duration::from_millis(30));
+        }
         let x = tensor(&numbers(rank, 2, 4000), dtype, device);
-        drop(comm.exchange(tag(2), Some((to, x)), expect(from, &[4000], dtype)).unwrap());
+        let pending = comm.exchange(tag(2), Some((to, x)), expect(from, &[4000], dtype)).unwrap();
+        if rank % 2 == 0 && from % 2 == 1 {
+            assert_eq!(values(&pending.wait().unwrap().unwrap().tensor), numbers(from, 2, 4000));
+        } else {
+            drop(pending);
+        }
         // From rank 0 to rank 1 only, of scalars.
         match rank {
             0 => {
