@@ -89,6 +89,47 @@ pub enum Error {
         sent: String,
     },
 
+    /// A library that is opened at run time cannot be used.
+    #[error("{library} cannot be used (searched: {searched}): {message}; {fix}")]
+    Library {
+        /// What the library is.
+        library: &'static str,
+        /// The files that were tried.
+        searched: String,
+        /// Why none of them will do.
+        message: String,
+        /// What to do about it.
+        fix: String,
+    },
+
+    /// The processes of a group did not find each other.
+    #[error("rank {rank} of {size}: meeting the other ranks at {address} failed: {message}")]
+    Rendezvous {
+        /// This rank.
+        rank: usize,
+        /// Ranks of the group.
+        size: usize,
+        /// Address and port of rank 0.
+        address: String,
+        /// What went wrong, and what to do about it.
+        message: String,
+    },
+
+    /// NCCL, or CUDA underneath it, refused an operation or did not complete it.
+    #[error("rank {rank}: {operation} with {peers} ({bytes} bytes) failed: {message}")]
+    Nccl {
+        /// This rank.
+        rank: usize,
+        /// What this rank was doing.
+        operation: String,
+        /// The ranks it was doing that with.
+        peers: String,
+        /// Bytes of the message.
+        bytes: usize,
+        /// The libraries' own texts.
+        message: String,
+    },
+
     /// The first rank that failed in a group of rank threads.
     #[error("rank {rank} failed: {cause}")]
     RankFailed {

@@ -59,7 +59,7 @@ pub use context::CpContext;
 pub use coordinates::{Coordinates, attend_with_coordinates};
 pub use error::{Error, Result};
 pub use gathered::GatheredKeys;
-pub use launch::prepare_process;
+pub use launch::{LaunchEnvironment, launch_environment, launch_environment_from, prepare_process};
 pub use layout::{LayoutKind, SequenceLayout};
 pub use loss::{LossOptions, linear_cross_entropy};
 pub use mask::{MaskRule, TokenAt};

@@ -1,7 +1,10 @@
-//! How ranks talk: a small trait, one rank alone, and ranks as threads.
+//! How ranks talk: a small trait, one rank alone, ranks as threads, and how ranks that are processes meet.
 
 mod local;
 mod mailbox;
+#[cfg(feature = "nccl")]
+pub mod nccl;
+pub mod rendezvous;
 pub mod threads;
 
 pub use local::Local;
@@ -11,7 +14,7 @@ use candle_core::{DType, Tensor};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt::{self, Debug};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// What a message is for. Counters are kept per kind.
@@ -293,5 +296,30 @@ impl Counters {
     // Plain numbers: a panic elsewhere cannot leave them half-written in a way that matters.
     fn lock(&self) -> std::sync::MutexGuard<'_, CommStats> {
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+/// Counts a tensor's bytes as alive until it is dropped.
+pub(crate) struct Alive {
+    counters: Arc<Counters>,
+    traffic: Traffic,
+    bytes: usize,
+}
+
+impl Alive {
+    pub fn new(counters: &Arc<Counters>, traffic: Traffic, tensor: &Tensor) -> Self {
+        let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
+        counters.grow(traffic, bytes);
+        Self { counters: counters.clone(), traffic, bytes }
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        self.counters.shrink(self.traffic, self.bytes);
     }
 }

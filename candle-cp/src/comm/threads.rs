@@ -1,7 +1,7 @@
 //! Ranks as threads of one process: no set-up, nothing is copied.
 
 use super::mailbox::{Taken, Wait, World};
-use super::{CommStats, Communicator, Counters, Expected, Pending, Received, Tag, Traffic};
+use super::{Alive, CommStats, Communicator, Counters, Expected, Pending, Received, Tag};
 use crate::error::{Error, Result};
 use candle_core::Tensor;
 use std::any::Any;
@@ -161,7 +161,7 @@ impl Communicator for ThreadRank {
         if let Some((to, tensor)) = send {
             self.check_peer(to)?;
             let guard = Alive::new(&self.counters, tag.traffic, &tensor);
-            self.counters.sent(tag.traffic, guard.bytes);
+            self.counters.sent(tag.traffic, guard.bytes());
             sent = Some((to, self.world.send(self.rank, to, tag, tensor)?, guard));
         }
         if let Some(expected) = &receive {
@@ -200,7 +200,7 @@ impl ThreadPending {
             let wait = Wait { rank: self.rank, peer: expected.from, tag: self.tag, expected: Some(expected) };
             let tensor = self.world.receive(&wait)?;
             let alive = Alive::new(&self.counters, self.tag.traffic, &tensor);
-            self.counters.received(self.tag.traffic, alive.bytes);
+            self.counters.received(self.tag.traffic, alive.bytes());
             Ok::<_, Error>(Received { tensor, _alive: Box::new(alive) })
         });
         let received = received.transpose()?;
@@ -208,26 +208,5 @@ impl ThreadPending {
             self.world.wait_taken(&Wait { rank: self.rank, peer: *to, tag: self.tag, expected: None }, taken)?;
         }
         Ok(received)
-    }
-}
-
-/// Counts a tensor's bytes as alive until it is dropped.
-struct Alive {
-    counters: Arc<Counters>,
-    traffic: Traffic,
-    bytes: usize,
-}
-
-impl Alive {
-    fn new(counters: &Arc<Counters>, traffic: Traffic, tensor: &Tensor) -> Self {
-        let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
-        counters.grow(traffic, bytes);
-        Self { counters: counters.clone(), traffic, bytes }
-    }
-}
-
-impl Drop for Alive {
-    fn drop(&mut self) {
-        self.counters.shrink(self.traffic, self.bytes);
     }
 }
