@@ -93,8 +93,9 @@ fn conversion(ins: &Decoding<'_>, to: Type, from: Type, options: Options<'_>) ->
             };
             Box::new(move |bits| {
                 let value = flushed(number(bits, from), ftz && from == Type::F32);
-                // A NaN becomes 0; for 64-bit integers devices give the top bit.
-                let nan = if to.bytes() == 8 && from != Type::F16 { 1 << 63 } else { 0 };
+                // As the ISA says: a NaN becomes 0, or the top bit where 64 bits are on either side.
+                let narrow = from != Type::F64 && to.bytes() < 8;
+                let nan = if narrow { 0 } else { 1 << (8 * to.bytes() - 1) };
                 if value.is_nan() { nan } else { saturate(round(value) as i128, to) }
             })
         }
@@ -128,6 +129,7 @@ fn conversion(ins: &Decoding<'_>, to: Type, from: Type, options: Options<'_>) ->
                     false => value,
                 };
                 let value = if relu && value < 0.0 { 0.0 } else { value };
+                let value = if to == Type::F32 { flushed(value, ftz) } else { value };
                 float_bits(value, to, toward_zero)
             })
         }

@@ -70,8 +70,8 @@ fn by_base(ins: &mut Decoding<'_>) -> Option<Decoded> {
         "mma" | "ldmatrix" => matrix::decode(ins),
         "shfl" | "vote" | "activemask" | "redux" | "match" => collective::decode(ins),
         "bar" | "barrier" => collective::barrier(ins),
-        // The emulator's memory is sequentially consistent.
-        "membar" | "fence" | "nanosleep" | "griddepcontrol" => {
+        // The emulator's memory is sequentially consistent, and has no caches that policies could change.
+        "membar" | "fence" | "nanosleep" | "createpolicy" => {
             ins.modifiers.clear();
             Ok(Op::Lanes(Box::new(|_, _| {})))
         }

@@ -173,27 +173,36 @@ pub(crate) fn compare(ins: &mut Decoding<'_>) -> Decoded {
     let ty = *ins.types.last().ok_or("the type is missing")?;
     let name = ins.take_any(&COMPARISONS).ok_or("the comparison is missing")?;
     let accept = outcomes(name, ty.float()).ok_or_else(|| format!("{name} does not compare {ty:?}"))?;
-    ins.take("ftz");
+    if ins.take("ftz") {
+        // Subnormal numbers compare as zeros.
+        let flush = |value: f32| if value.is_subnormal() { 0.0 } else { value };
+        return if ty == Type::F32 { compared(ins, accept, flush) } else { ins.unknown() };
+    }
     match ty {
-        Type::U16 | Type::B16 => compared::<u16>(ins, accept),
-        Type::S16 => compared::<i16>(ins, accept),
-        Type::U32 | Type::B32 => compared::<u32>(ins, accept),
-        Type::S32 => compared::<i32>(ins, accept),
-        Type::U64 | Type::B64 => compared::<u64>(ins, accept),
-        Type::S64 => compared::<i64>(ins, accept),
-        Type::F16 => compared::<f16>(ins, accept),
-        Type::Bf16 => compared::<bf16>(ins, accept),
-        Type::F32 => compared::<f32>(ins, accept),
-        Type::F64 => compared::<f64>(ins, accept),
+        Type::U16 | Type::B16 => compared(ins, accept, |value: u16| value),
+        Type::S16 => compared(ins, accept, |value: i16| value),
+        Type::U32 | Type::B32 => compared(ins, accept, |value: u32| value),
+        Type::S32 => compared(ins, accept, |value: i32| value),
+        Type::U64 | Type::B64 => compared(ins, accept, |value: u64| value),
+        Type::S64 => compared(ins, accept, |value: i64| value),
+        Type::F16 => compared(ins, accept, |value: f16| value),
+        Type::Bf16 => compared(ins, accept, |value: bf16| value),
+        Type::F32 => compared(ins, accept, |value: f32| value),
+        Type::F64 => compared(ins, accept, |value: f64| value),
         _ => ins.unknown(),
     }
 }
 
-fn compared<T: Word + PartialOrd>(ins: &mut Decoding<'_>, accept: u32) -> Decoded {
+fn compared<T: Word + PartialOrd>(
+    ins: &mut Decoding<'_>,
+    accept: u32,
+    prepare: impl Fn(T) -> T + Send + Sync + 'static,
+) -> Decoded {
+    let holds = move |a: T, b: T| holds(accept, prepare(a), prepare(b));
     if ins.base == "set" {
         return match ins.ty()? {
-            Type::U32 | Type::S32 => ins.binary::<u32, T, T>(move |a, b| if holds(accept, a, b) { !0 } else { 0 }),
-            Type::F32 => ins.binary::<f32, T, T>(move |a, b| f32::from(u8::from(holds(accept, a, b)))),
+            Type::U32 | Type::S32 => ins.binary::<u32, T, T>(move |a, b| if holds(a, b) { !0 } else { 0 }),
+            Type::F32 => ins.binary::<f32, T, T>(move |a, b| f32::from(u8::from(holds(a, b)))),
             _ => ins.unknown(),
         };
     }
@@ -211,7 +220,7 @@ fn compared<T: Word + PartialOrd>(ins: &mut Decoding<'_>, accept: u32) -> Decode
     let (p, q) = (target(&targets[0])?.index, target(&targets[1])?.index);
     Ok(Op::Lanes(Box::new(move |registers, mask| {
         let (a, b) = (T::read(registers, operands[0]), T::read(registers, operands[1]));
-        let hit = (0..32).fold(0u32, |bits, i| bits | u32::from(holds(accept, a[i], b[i])) << i);
+        let hit = (0..32).fold(0u32, |bits, i| bits | u32::from(holds(a[i], b[i])) << i);
         let third = match kind {
             Some(_) => registers.predicates[c as usize] ^ if negated { !0 } else { 0 },
             None => 0,

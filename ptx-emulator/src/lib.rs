@@ -74,6 +74,7 @@
 //! - Approximate functions (`ex2.approx`, `rcp.approx`, …) are as exact as the host's; NaN payloads are the host's.
 //! - Races between lanes of one warp, and races on global memory. Blocks that read what other blocks write have no
 //!   defined result; a warp that spins until another one writes never ends and is stopped after a number of instructions.
+//! - Registers that were never set: they are zeros.
 //! - Scheduling, caches, bank conflicts, the weakness of the memory model, time.
 //! - Device functions and calls, textures, warp-group instructions (`wgmma`), TMA, clusters.
 //! - Module variables (`.global`, `.const`) start with their initial values in every launch.

@@ -147,6 +147,7 @@ fn comparisons_of_f32() {
         });
     }
     check("setp.num.f32 %p, %fa, %fb;", "p", &bits(), |x, y, _| (!f(x).is_nan() && !f(y).is_nan()).into());
+    check("setp.eq.ftz.f32 %p, %fa, %fb;", "p", &bits(), |x, y, _| (flush(f(x)) == flush(f(y))).into());
     check("testp.finite.f32 %p, %fa;", "p", &bits(), |x, _, _| f(x).is_finite().into());
 }
 
@@ -232,6 +233,9 @@ fn conversions_of_integers() {
     }
     assert_eq!(of("cvt.rzi.s32.f32 %d, %fa;", "d", 3.0e9), i32::MAX);
     assert_eq!(of("cvt.rzi.s32.f32 %d, %fa;", "d", f32::NAN), 0);
+    let nan = f64::NAN.to_bits();
+    assert_eq!(evaluate("cvt.rzi.s32.f64 %d, %da;", "d", &[[nan, 0, 0]]), [1 << 31]);
+    assert_eq!(evaluate("cvt.rzi.u64.f32 %x, %fa;", "x", &[[f32::NAN.to_bits().into(), 0, 0]]), [1 << 63]);
     assert_eq!(of("cvt.sat.f32.f32 %f, %fa;", "f", 1.5), 1f32.to_bits() as i32);
     for value in [0u64, 1, 0x0100_0001, 0x0100_0003, 0x7fff_ffff, 0xffff_ffff, 0x8000_0080_0000_0001, u64::MAX] {
         let operands = [[value, 0, 0]];
