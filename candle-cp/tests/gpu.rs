@@ -74,7 +74,7 @@ proptest! {
 
     #[test]
     fn small_heads(
-        case in gpu_case(1..=140, vec![64, 64, 40, 3]), layout in draw::layout(70), device in 0usize..3,
+        case in gpu_case(1..=100, vec![64, 64, 40, 3]), layout in draw::layout(70), device in 0usize..3,
         memories in memories(), element in 0usize..3,
     ) {
         compare(&case, &layout, device, memories, element);
@@ -86,7 +86,7 @@ proptest! {
 
     #[test]
     fn heads_of_128(
-        case in gpu_case(1..=90, vec![128, 72]), layout in draw::layout(70), device in 0usize..3,
+        case in gpu_case(1..=70, vec![128, 72]), layout in draw::layout(70), device in 0usize..3,
         memories in memories(), element in 0usize..3,
     ) {
         compare(&case, &layout, device, memories, element);
@@ -94,7 +94,7 @@ proptest! {
 
     #[test]
     fn heads_of_256(
-        case in gpu_case(1..=70, vec![256, 160]), layout in draw::layout(50), device in 0usize..3,
+        case in gpu_case(1..=50, vec![256, 160]), layout in draw::layout(50), device in 0usize..3,
         memories in memories(), element in 0usize..3,
     ) {
         compare(&case, &layout, device, memories, element);
@@ -102,7 +102,7 @@ proptest! {
 
     #[test]
     fn heads_of_512(
-        case in gpu_case(1..=40, vec![512, 300]), layout in draw::layout(40), device in 0usize..3,
+        case in gpu_case(1..=30, vec![512, 300]), layout in draw::layout(40), device in 0usize..3,
         memories in memories(), element in 0usize..3,
     ) {
         compare(&case, &layout, device, memories, element);
