@@ -31,28 +31,37 @@ extern __shared__ __align__(128) u8 shared[];
 
 // Sums of a tile of rows [R, D] from and to global memory: row r of `first` on, `width` numbers each.
 template <typename S>
-__device__ __forceinline__ void read_sums(float (&sums)[S::MT][S::ND][4], const float* first, u32 count, u32 width) {
+__device__ __forceinline__ void read_sums(float (&sums)[S::MT][S::ND][4], float* first, u32 count, u32 width) {
+    clear(sums);
 #pragma unroll
     for (int m = 0; m < S::MT; m++)
 #pragma unroll
-        for (int n = 0; n < S::ND; n++)
+        for (int half = 0; half < 2; half++) {
+            u32 r = S::row(m, half * 2), column = S::head_column(0, 0);
+            if (r >= count) continue;
+            float* line = first + (u64)r * width + column;
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                u32 r = S::row(m, e), c = S::head_column(n, e);
-                sums[m][n][e] = r < count && c < width ? first[(u64)r * width + c] : 0.0f;
-            }
+            for (int n = 0; n < S::ND; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    if (column + n * 8 + i < width) sums[m][n][half * 2 + i] = line[n * 8 + i];
+        }
 }
 template <typename S>
 __device__ __forceinline__ void write_sums(const float (&sums)[S::MT][S::ND][4], float* first, u32 count, u32 width) {
 #pragma unroll
     for (int m = 0; m < S::MT; m++)
 #pragma unroll
-        for (int n = 0; n < S::ND; n++)
+        for (int half = 0; half < 2; half++) {
+            u32 r = S::row(m, half * 2), column = S::head_column(0, 0);
+            if (r >= count) continue;
+            float* line = first + (u64)r * width + column;
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                u32 r = S::row(m, e), c = S::head_column(n, e);
-                if (r < count && c < width) first[(u64)r * width + c] = sums[m][n][e];
-            }
+            for (int n = 0; n < S::ND; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    if (column + n * 8 + i < width) line[n * 8 + i] = sums[m][n][half * 2 + i];
+        }
 }
 
 // Bounds of stacked rows start..start + count; nothing is visible from the others.
