@@ -170,3 +170,101 @@ fn key_blocks(batch: u32, segments: Vec<(Range<u32>, u32)>, size: usize) -> impl
         })
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tile::KeyRun;
+
+    const SHAPE: TileShape = TileShape { rows: 16, columns: 8, warps: (1, 1) };
+    /// Chunk of two pieces: positions 0..30 and 50..63.
+    const PIECES: [(Range<u32>, u32); 2] = [(0..30, 0), (30..43, 50)];
+    const GROUP: usize = 3;
+
+    /// Two rows of queries: a window in two documents with a blind query between, and all of everything.
+    fn bounds() -> Vec<Vec<Bounds>> {
+        let window = |i: u32| match i {
+            7 => Bounds { first: 9, end: 2 },
+            _ if i < 20 => Bounds { first: i.saturating_sub(4), end: i + 1 },
+            _ => Bounds { first: 48.max(i + 25), end: i + 36 },
+        };
+        vec![(0..27).map(window).collect(), vec![Bounds { first: 0, end: 64 }; 27]]
+    }
+
+    fn plan() -> Vec<QueryTile> {
+        let run = |(keys, first_position): &(Range<u32>, u32)| KeyRun {
+            keys: keys.clone(),
+            first_position: *first_position,
+            full: 0..0,
+        };
+        let tile = |row| QueryTile { row, queries: 0..27, runs: PIECES.iter().map(run).collect() };
+        vec![tile(0), tile(1)]
+    }
+
+    /// (batch, first query row, first key, full) of every tile, from the pairs themselves.
+    fn expected(rows: u32, columns: u32) -> Vec<(u32, u32, u32, bool)> {
+        let mut out = Vec::new();
+        for (batch, bounds) in bounds().iter().enumerate() {
+            let stacked = (bounds.len() * GROUP) as u32;
+            for first_row in (0..stacked).step_by(rows as usize) {
+                for (keys, position) in PIECES {
+                    for first_key in keys.clone().step_by(columns as usize) {
+                        let end_key = (first_key + columns).min(keys.end);
+                        let sees = |row: u32, key: u32| {
+                            let (b, at) = (bounds[row as usize / GROUP], position + key - keys.start);
+                            b.first <= at && at < b.end
+                        };
+                        let in_rows = first_row..(first_row + rows).min(stacked);
+                        let pairs = in_rows.flat_map(|row| (first_key..end_key).map(move |key| (row, key)));
+                        let seen: Vec<bool> = pairs.map(|(row, key)| sees(row, key)).collect();
+                        if seen.contains(&true) {
+                            let full = !seen.contains(&false) && end_key - first_key == columns;
+                            out.push((batch as u32, first_row, first_key, full));
+                        }
+                    }
+                }
+            }
+        }
+        out
+    }
+
+    /// (batch, start of the block, start of the entry, full).
+    fn listed(list: &WorkList) -> Vec<(u32, u32, u32, bool)> {
+        let of_tile = |tile: &[u32]| {
+            let (batch, start, first, count) = (tile[0], tile[1], tile[4] as usize, tile[5] as usize);
+            let entries = list.entries[4 * first..4 * (first + count)].chunks(4);
+            entries.map(move |entry| (batch, start, entry[0], entry[3] == 1)).collect::<Vec<_>>()
+        };
+        list.tiles.chunks(TILE_WORDS).flat_map(of_tile).collect()
+    }
+
+    #[test]
+    fn exactly_the_live_tiles_are_visited() {
+        let mut by_queries = listed(&WorkList::by_queries(SHAPE, GROUP, &bounds(), &plan()));
+        by_queries.sort_unstable();
+        let mut live = expected(16, 8);
+        live.sort_unstable();
+        assert_eq!(by_queries, live);
+        assert!(live.iter().any(|tile| tile.3) && live.len() < expected(1, 1).len());
+        let list = WorkList::by_keys(SHAPE, GROUP, &bounds(), &plan());
+        let mut by_keys: Vec<_> = listed(&list).into_iter().map(|(b, key, row, full)| (b, row, key, full)).collect();
+        by_keys.sort_unstable();
+        let mut live = expected(8, 16);
+        live.sort_unstable();
+        assert_eq!(by_keys, live);
+        assert_eq!(list.live().live(), live.len());
+        let lengths: Vec<u32> = list.tiles.chunks(TILE_WORDS).map(|tile| tile[5]).collect();
+        assert!(lengths.is_sorted_by(|a, b| a >= b), "the longest comes first");
+        assert_eq!(lengths.len(), list.blocks());
+    }
+
+    #[test]
+    fn positions_follow_the_pieces() {
+        let list = WorkList::by_queries(SHAPE, GROUP, &bounds(), &plan());
+        for entry in list.entries.chunks(4) {
+            let (keys, first) = PIECES.iter().find(|(keys, _)| keys.contains(&entry[0])).unwrap();
+            assert_eq!((entry[2], entry[1]), (first + entry[0] - keys.start, 8.min(keys.end - entry[0])));
+        }
+        assert_eq!(WorkList::by_queries(SHAPE, GROUP, &bounds(), &[]).blocks(), 0);
+    }
+}
