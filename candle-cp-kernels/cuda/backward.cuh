@@ -73,7 +73,7 @@ struct Backward {
             clear(value_sums);
         } else {
             load_statistics(tile.start, tile.count);
-            read_sums<S>(sums, d_rows(p.d_query), tile.count, p.head_dim);
+            move_sums<S, false>(sums, d_rows(p.d_query), tile.count, p.head_dim);
         }
     }
 
@@ -133,8 +133,8 @@ struct Backward {
     }
 
     __device__ __forceinline__ void end() {
-        write_sums<S>(sums, d_rows(BY_KEYS ? p.d_key : p.d_query), tile.count, p.head_dim);
-        if constexpr (BY_KEYS) write_sums<S>(value_sums, d_rows(p.d_value), tile.count, p.head_dim);
+        move_sums<S, true>(sums, d_rows(BY_KEYS ? p.d_key : p.d_query), tile.count, p.head_dim);
+        if constexpr (BY_KEYS) move_sums<S, true>(value_sums, d_rows(p.d_value), tile.count, p.head_dim);
     }
 };
 

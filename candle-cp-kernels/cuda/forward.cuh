@@ -39,7 +39,7 @@ struct Forward {
         load<T, S::R, S::D, S::THREADS>(queries, Rows<T>::queries(p.query, tile.batch, head, p.group), tile.start,
                                         tile.count, p.head_dim, p.aligned);
         load_bounds<S::R, S::THREADS>(bounds, p, tile.batch, tile.start, tile.count);
-        read_sums<S>(out, p.sum_out + first_row() * p.head_dim, tile.count, p.head_dim);
+        move_sums<S, false>(out, p.sum_out + first_row() * p.head_dim, tile.count, p.head_dim);
 #pragma unroll
         for (int m = 0; m < S::MT; m++)
 #pragma unroll
@@ -146,7 +146,7 @@ struct Forward {
                     p.max[first_row() + r] = max[m][half];
                 }
             }
-        write_sums<S>(out, p.sum_out + first_row() * p.head_dim, tile.count, p.head_dim);
+        move_sums<S, true>(out, p.sum_out + first_row() * p.head_dim, tile.count, p.head_dim);
     }
 };
 

@@ -29,10 +29,11 @@ struct Tiling {
 
 extern __shared__ __align__(128) u8 shared[];
 
-// Sums of a tile of rows [R, D] from and to global memory: row r of `first` on, `width` numbers each.
-template <typename S>
-__device__ __forceinline__ void read_sums(float (&sums)[S::MT][S::ND][4], float* first, u32 count, u32 width) {
-    clear(sums);
+// Moves the sums of a tile of rows [R, D] to or from global memory: row r of `first` on, `width` numbers each. The
+// branches are plain on purpose: with selected addresses instead, all of them are kept in registers, and some are spilled.
+template <typename S, bool WRITE>
+__device__ __forceinline__ void move_sums(float (&sums)[S::MT][S::ND][4], float* first, u32 count, u32 width) {
+    if (!WRITE) clear(sums);
 #pragma unroll
     for (int m = 0; m < S::MT; m++)
 #pragma unroll
@@ -43,24 +44,12 @@ __device__ __forceinline__ void read_sums(float (&sums)[S::MT][S::ND][4], float*
 #pragma unroll
             for (int n = 0; n < S::ND; n++)
 #pragma unroll
-                for (int i = 0; i < 2; i++)
-                    if (column + n * 8 + i < width) sums[m][n][half * 2 + i] = line[n * 8 + i];
-        }
-}
-template <typename S>
-__device__ __forceinline__ void write_sums(const float (&sums)[S::MT][S::ND][4], float* first, u32 count, u32 width) {
-#pragma unroll
-    for (int m = 0; m < S::MT; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u32 r = S::row(m, half * 2), column = S::head_column(0, 0);
-            if (r >= count) continue;
-            float* line = first + (u64)r * width + column;
-#pragma unroll
-            for (int n = 0; n < S::ND; n++)
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-                    if (column + n * 8 + i < width) line[n * 8 + i] = sums[m][n][half * 2 + i];
+                for (int i = 0; i < 2; i++) {
+                    if (column + n * 8 + i >= width) continue;
+                    float &sum = sums[m][n][half * 2 + i], &at = line[n * 8 + i];
+                    if (WRITE) at = sum;
+                    else sum = at;
+                }
         }
 }
 

@@ -96,7 +96,7 @@ impl Session {
 pub(crate) struct ForwardState<'a> {
     session: &'a Session,
     query: Operand,
-    buffers: [DeviceBuffer; 3],
+    _buffers: [DeviceBuffer; 3],
     state: State,
 }
 
@@ -105,7 +105,7 @@ impl<'a> ForwardState<'a> {
         let rows = session.shape.rows();
         let buffers = [session.zeros(rows * session.shape.head_dim)?, session.zeros(rows)?, session.zeros(rows)?];
         let [out, max, sum] = [0, 1, 2].map(|i: usize| buffers[i].address);
-        Ok(Self { session, query: session.operand(q)?, buffers, state: State { out, max, sum } })
+        Ok(Self { session, query: session.operand(q)?, _buffers: buffers, state: State { out, max, sum } })
     }
 
     pub fn device(&self) -> &dyn GpuDevice {
@@ -132,7 +132,6 @@ impl<'a> ForwardState<'a> {
         let lse = session.zeros(shape.rows())?;
         let view = DeviceView { address: memory.address, strides };
         session.run(Launch::finish(&session.kernels, shape, self.state, view, lse.address))?;
-        drop(self.buffers);
         Ok(Forwarded { out: session.device.export(&memory, session.dtype, dims.to_vec().into())?, lse })
     }
 }

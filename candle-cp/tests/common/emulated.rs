@@ -2,11 +2,11 @@
 
 use crate::common::case::{Case, Data};
 use crate::common::dense::Outcome;
-use crate::common::ring::{Strides, numbers, options, restride, same_bits, tokens};
-use candle_core::{DType, Device, Shape, Tensor, Var};
+use crate::common::ring::{Run, Strides, agreed, mask_rule, one_rank_by, options, tokens};
+use candle_core::{DType, Device, Shape, Tensor};
 use candle_cp::comm::threads;
 use candle_cp::gpu::{DeviceBuffer, GpuDevice, GpuElement, GpuLimits, Kernels, Launch};
-use candle_cp::{CpContext, Order, Result, SequenceLayout, Trim};
+use candle_cp::{CpContext, Order, Result, SequenceLayout};
 use half::{bf16, f16};
 use ptx_emulator::{CopyLanding, Memory, Module};
 use std::sync::{Arc, Mutex};
@@ -151,47 +151,23 @@ impl Gpu {
 
     /// The case on rank threads, each with a device of its own. `data` has to be representable in the type.
     pub fn ring(&self, case: &Case, data: &Data, layout: &SequenceLayout) -> Outcome {
+        let run = Run { dtype: dtype(self.element), strides: self.strides, ..Run::default() };
         let all = threads::run(layout.ranks(), &options(), |comm| {
-            let context = CpContext::with_trim(comm, layout.clone(), tokens(case), Trim::Live)?;
-            self.one_rank(case, data, &context)
+            let context = CpContext::with_trim(comm, layout.clone(), tokens(case), run.trim)?;
+            one_rank_by(case, data, &context, run, |operands| self.attend(case, &context, operands))
         });
-        let mut all = all.expect("the ranks run");
-        let first = all.swap_remove(0);
-        for other in &all {
-            for ((name, a), (_, b)) in first.parts().into_iter().zip(other.parts()) {
-                assert!(same_bits(a, b), "ranks disagree about the gathered {name}");
-            }
-        }
-        first
+        agreed(all.expect("the ranks run"))
     }
 
-    fn one_rank(&self, case: &Case, data: &Data, context: &CpContext) -> Result<Outcome> {
-        let dtype = dtype(self.element);
-        let tensor = |x: &[f64], shape| Tensor::from_slice(x, shape, &Device::Cpu)?.to_dtype(dtype);
-        let full = [
-            Var::from_tensor(&tensor(&data.q, case.query_shape())?)?,
-            Var::from_tensor(&tensor(&data.k, case.key_shape())?)?,
-            Var::from_tensor(&tensor(&data.v, case.key_shape())?)?,
-        ];
+    fn attend(&self, case: &Case, context: &CpContext, operands: [&Tensor; 3]) -> Result<(Tensor, Tensor)> {
         let tokens_first = self.strides == Strides::HeadsAfterTokens;
-        let order = if tokens_first { Order::TokensFirst } else { Order::HeadsFirst };
-        let local = |x: &Tensor| -> Result<Tensor> {
-            let x = restride(&context.shard(x, 2)?, self.strides)?;
-            let x = if tokens_first { x.transpose(1, 2)? } else { x };
+        let laid_out = |x: &Tensor| -> Result<Tensor> {
+            let x = if tokens_first { x.transpose(1, 2)? } else { x.clone() };
             Ok(if self.odd { x.pad_with_zeros(3, 0, 1)?.narrow(3, 0, case.head_dim)? } else { x })
         };
-        let [q, k, v] = [local(&full[0])?, local(&full[1])?, local(&full[2])?];
-        let rule = crate::common::ring::mask_rule(&case.rule);
-        let (out, lse) = context.attend_on(&self.device(), (&q, &k, &v), &rule, order, case.scale)?;
-        let out = if tokens_first { out.transpose(1, 2)? } else { out };
-        let d_out = context.shard(&tensor(&data.d_out, case.query_shape())?, 2)?;
-        let gradients = (&out * d_out)?.sum_all()?.backward()?;
-        let sum = |x: &Var| -> Result<Vec<f64>> {
-            let gradient = gradients.get(x).expect("backward reaches every input").to_dtype(DType::F64)?;
-            numbers(&context.comm().all_reduce_sum(&gradient)?)
-        };
-        let [dq, dk, dv] = [sum(&full[0])?, sum(&full[1])?, sum(&full[2])?];
-        let out = numbers(&context.gather(&out.detach(), 2)?)?;
-        Ok(Outcome { out, lse: numbers(&context.gather(&lse, 2)?)?, dq, dk, dv })
+        let [q, k, v] = [laid_out(operands[0])?, laid_out(operands[1])?, laid_out(operands[2])?];
+        let order = if tokens_first { Order::TokensFirst } else { Order::HeadsFirst };
+        let (out, lse) = context.attend_on(&self.device(), (&q, &k, &v), &mask_rule(&case.rule), order, case.scale)?;
+        Ok((if tokens_first { out.transpose(1, 2)? } else { out }, lse))
     }
 }

@@ -53,9 +53,14 @@ fn assert_factor(
     assert!(ours <= allowed, "{name} in {dtype:?}: error {ours:e}, composed {theirs:e}, allowed {allowed:e}");
 }
 
-/// Attention by matrix multiplication, masking and softmax in `dtype`, on one device. A query without keys
-/// sees all.
+/// Attention by matrix multiplication, masking and softmax in `dtype`, on one device. Every query needs
+/// a key.
 pub fn composed_attention(case: &Case, data: &Data, dtype: DType) -> Result<Outcome> {
+    composed(case, data, dtype, &mask(case, false)?)
+}
+
+/// `mask` is `[B, 1, S, S]`.
+fn composed(case: &Case, data: &Data, dtype: DType, mask: &Tensor) -> Result<Outcome> {
     let leaf = |x: &[f64], shape: (usize, usize, usize, usize)| {
         Var::from_tensor(&Tensor::from_slice(x, shape, &Device::Cpu)?.to_dtype(dtype)?)
     };
@@ -68,7 +73,7 @@ pub fn composed_attention(case: &Case, data: &Data, dtype: DType) -> Result<Outc
     };
     let scores = (q.matmul(&repeat(&k)?.transpose(2, 3)?.contiguous()?)? * case.scale)?;
     let outside = Tensor::full(f64::NEG_INFINITY, scores.shape(), &Device::Cpu)?.to_dtype(dtype)?;
-    let scores = mask(case)?.broadcast_as(scores.shape())?.where_cond(&scores, &outside)?;
+    let scores = mask.broadcast_as(scores.shape())?.where_cond(&scores, &outside)?;
     let largest = scores.max_keepdim(D::Minus1)?.detach();
     let weights = scores.broadcast_sub(&largest)?.exp()?;
     let sum = weights.sum_keepdim(D::Minus1)?;
@@ -92,7 +97,7 @@ pub fn composed_with_keys(case: &Case, data: &Data, dtype: DType) -> Result<Outc
     let blind: Vec<usize> = (0..data.q.len() / d).filter(|&row| !sees(row)).collect();
     let mut data = data.clone();
     blind.iter().for_each(|row| data.d_out[row * d..(row + 1) * d].fill(0.0));
-    let mut outcome = composed_attention(case, &data, dtype)?;
+    let mut outcome = composed(case, &data, dtype, &mask(case, true)?)?;
     for row in blind {
         outcome.out[row * d..(row + 1) * d].fill(0.0);
         outcome.dq[row * d..(row + 1) * d].fill(0.0);
@@ -101,14 +106,14 @@ pub fn composed_with_keys(case: &Case, data: &Data, dtype: DType) -> Result<Outc
     Ok(outcome)
 }
 
-/// `[B, 1, S, S]`, 1 where allowed; a query without keys sees all, so that its softmax is finite.
-fn mask(case: &Case) -> Result<Tensor> {
+/// `[B, 1, S, S]`, 1 where allowed; with `blind_see` a query without keys sees all, so that its softmax is finite.
+fn mask(case: &Case, blind_see: bool) -> Result<Tensor> {
     let len = case.len();
     let mut all = Vec::new();
     for (documents, groups) in case.documents.iter().zip(&case.groups) {
         for q in 0..len {
             let seen: Vec<bool> = (0..len).map(|k| allowed(&case.rule, documents, groups, q, k)).collect();
-            let blind = !seen.contains(&true);
+            let blind = blind_see && !seen.contains(&true);
             all.extend(seen.into_iter().map(|seen| u8::from(seen || blind)));
         }
     }

@@ -95,7 +95,11 @@ pub fn ring(case: &Case, data: &Data, layout: &SequenceLayout, run: Run) -> Outc
         let context = CpContext::with_trim(comm, layout.clone(), tokens(case), run.trim)?;
         one_rank(case, data, &context, run)
     });
-    let mut all = all.expect("the ranks run");
+    agreed(all.expect("the ranks run"))
+}
+
+/// What all ranks found, which has to be the same.
+pub fn agreed(mut all: Vec<Outcome>) -> Outcome {
     let first = all.swap_remove(0);
     for other in &all {
         for ((name, a), (_, b)) in first.parts().into_iter().zip(other.parts()) {
@@ -111,6 +115,25 @@ pub fn same_bits(a: &[f64], b: &[f64]) -> bool {
 }
 
 pub fn one_rank(case: &Case, data: &Data, context: &CpContext, run: Run) -> Result<Outcome> {
+    let (rule, scale) = (mask_rule(&case.rule), case.scale);
+    one_rank_by(case, data, context, run, |[q, k, v]| {
+        let (out, lse) = context.attend_with_lse(q, k, v, &rule, scale)?;
+        if run.strides != Strides::HeadsAfterTokens {
+            return Ok((out, lse));
+        }
+        let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
+        Ok((context.attend_bshd(&q, &k, &v, &rule, scale)?.transpose(1, 2)?, lse))
+    })
+}
+
+/// As [`one_rank`] with another way to attend, from local `[B, H, S, D]` to output and log-sum-exp.
+pub fn one_rank_by(
+    case: &Case,
+    data: &Data,
+    context: &CpContext,
+    run: Run,
+    attend: impl Fn([&Tensor; 3]) -> Result<(Tensor, Tensor)>,
+) -> Result<Outcome> {
     let tensor = |x: &[f64], shape| Tensor::from_slice(x, shape, &Device::Cpu)?.to_dtype(run.dtype);
     let full = [
         Var::from_tensor(&tensor(&data.q, case.query_shape())?)?,
@@ -119,12 +142,7 @@ pub fn one_rank(case: &Case, data: &Data, context: &CpContext, run: Run) -> Resu
     ];
     let local = |x: &Tensor| restride(&context.shard(x, 2)?, run.strides);
     let [q, k, v] = [local(&full[0])?, local(&full[1])?, local(&full[2])?];
-    let rule = mask_rule(&case.rule);
-    let (mut out, lse) = context.attend_with_lse(&q, &k, &v, &rule, case.scale)?;
-    if run.strides == Strides::HeadsAfterTokens {
-        let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
-        out = context.attend_bshd(&q, &k, &v, &rule, case.scale)?.transpose(1, 2)?;
-    }
+    let (out, lse) = attend([&q, &k, &v])?;
     let d_out = context.shard(&tensor(&data.d_out, case.query_shape())?, 2)?;
     let gradients = (&out * d_out)?.sum_all()?.backward()?;
     check_padding(context, &out, &lse)?;
@@ -139,7 +157,7 @@ pub fn one_rank(case: &Case, data: &Data, context: &CpContext, run: Run) -> Resu
     Ok(Outcome { out, lse: numbers(&context.gather(&lse, 2)?)?, dq, dk, dv })
 }
 
-pub fn restride(x: &Tensor, strides: Strides) -> Result<Tensor> {
+fn restride(x: &Tensor, strides: Strides) -> Result<Tensor> {
     Ok(match strides {
         Strides::Contiguous => x.contiguous()?,
         Strides::TokenMajor | Strides::HeadsAfterTokens => x.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
