@@ -3,10 +3,7 @@
 use candle_core::Tensor;
 use candle_cp::{CpContext, GatheredKeys, MaskRule};
 
-use crate::error::Result;
-use crate::linear::Linear;
-use crate::norm::RmsNorm;
-use crate::rope::Rope;
+use candle_cp_layers::{Linear, Result, RmsNorm, Rope};
 
 /// Queries and keys are normed per head, so the scores take no scale of their own.
 const SCALE: f64 = 1.0;

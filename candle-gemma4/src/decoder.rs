@@ -6,17 +6,13 @@ use candle_core::Tensor;
 use candle_cp::{CpContext, GatheredKeys};
 
 use crate::config::{Config, LayerKind, TextConfig};
-use crate::error::{Error, Result};
 use crate::layer::{Layer, LayerShape};
 use crate::model::LocalInputs;
-use crate::moe::{MoeBlock, RealRows};
+use crate::moe::MoeBlock;
 use crate::names;
-use crate::norm::RmsNorm;
 use crate::per_layer::{PerLayerBlock, PerLayerEmbedding};
-use crate::recompute::Recompute;
-use crate::rope::Rope;
-use crate::tap::{Tap, record_numbered};
-use crate::weights::Weights;
+use candle_cp_layers::moe::RealRows;
+use candle_cp_layers::{Error, Recompute, Result, RmsNorm, Rope, Tap, Weights, record_numbered};
 
 #[derive(Debug, Clone)]
 struct DecoderLayer {
@@ -146,7 +142,7 @@ impl Decoder {
             });
         }
         let weight = weights.get(&names::final_norm(config), &[text.hidden_size])?;
-        let final_norm = RmsNorm { weight: Some(weight), eps: text.rms_norm_eps };
+        let final_norm = RmsNorm::new(Some(weight), text.rms_norm_eps);
         let per_layer =
             text.per_layer.map(|per_layer| PerLayerEmbedding::new(config, per_layer, weights)).transpose()?;
         Ok(Self { per_layer, layers, final_norm, text: text.clone() })

@@ -4,14 +4,11 @@ use candle_core::Tensor;
 
 use crate::audio::AudioTower;
 use crate::config::Config;
-use crate::error::{Error, Result};
-use crate::features::{Features, Media};
 use crate::frame_embedder::FrameEmbedder;
 use crate::model::Inputs;
 use crate::patch_embedder::PatchEmbedder;
-use crate::tap::Tap;
 use crate::vision::VisionTower;
-use crate::weights::Weights;
+use candle_cp_layers::{Error, Features, Media, Result, Tap, Weights};
 
 #[derive(Debug, Clone)]
 enum Vision {

@@ -3,13 +3,8 @@
 use candle_core::Tensor;
 
 use crate::config::{Config, FrameEmbedderConfig};
-use crate::error::{Error, Result};
-use crate::features::{Features, read_frame_mask};
-use crate::linear::Linear;
 use crate::names;
-use crate::norm::RmsNorm;
-use crate::tap::Tap;
-use crate::weights::Weights;
+use candle_cp_layers::{Error, Features, Linear, Result, RmsNorm, Tap, Weights, read_frame_mask};
 
 /// A norm without weight and a projection.
 #[derive(Debug, Clone)]
@@ -22,7 +17,7 @@ pub(crate) struct FrameEmbedder {
 impl FrameEmbedder {
     pub(crate) fn new(config: &Config, shape: &FrameEmbedderConfig, weights: &Weights) -> Result<Self> {
         let projection = Linear::load(weights, names::AUDIO_PROJECTION, [config.text.hidden_size, shape.width])?;
-        let norm = RmsNorm { weight: None, eps: shape.rms_norm_eps };
+        let norm = RmsNorm::new(None, shape.rms_norm_eps);
         Ok(Self { norm, projection, width: shape.width })
     }
 

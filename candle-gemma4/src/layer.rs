@@ -4,15 +4,10 @@ use candle_core::Tensor;
 use candle_cp::{CpContext, GatheredKeys, MaskRule};
 
 use crate::attention::{Attention, Keys};
-use crate::clip::Clip;
 use crate::config::{LayerConfig, TextConfig, VisionConfig};
-use crate::error::Result;
-use crate::linear::Linear;
-use crate::mlp::Mlp;
 use crate::names;
-use crate::norm::RmsNorm;
-use crate::rope::Rope;
-use crate::weights::Weights;
+use candle_cp_layers::clip::Clip;
+use candle_cp_layers::{Activation, Linear, Mlp, Result, RmsNorm, Rope, Weights};
 
 /// One layer.
 #[derive(Debug, Clone)]
@@ -95,7 +90,7 @@ impl LayerShape {
 
     fn norm(&self, weights: &Weights, name: &str, width: usize) -> Result<RmsNorm> {
         let weight = weights.get(&format!("{}.{name}.weight", self.prefix), &[width])?;
-        Ok(RmsNorm { weight: Some(weight), eps: self.eps })
+        Ok(RmsNorm::new(Some(weight), self.eps))
     }
 
     fn attention(&self, weights: &Weights) -> Result<Attention> {
@@ -122,7 +117,7 @@ impl LayerShape {
                 false => Some(self.projection(weights, "self_attn.v_proj", key_width, self.hidden)?),
             },
             key_norm: self.norm(weights, "self_attn.k_norm", self.head_dim)?,
-            value_norm: RmsNorm { weight: None, eps: self.eps },
+            value_norm: RmsNorm::new(None, self.eps),
         })
     }
 }
@@ -139,6 +134,7 @@ impl Layer {
                 gate: shape.projection(weights, "mlp.gate_proj", shape.mlp_width, hidden)?,
                 up: shape.projection(weights, "mlp.up_proj", shape.mlp_width, hidden)?,
                 down: shape.projection(weights, "mlp.down_proj", hidden, shape.mlp_width)?,
+                activation: Activation::GeluTanh,
             },
             post_mlp_norm: shape.norm(weights, "post_feedforward_layernorm", hidden)?,
         })

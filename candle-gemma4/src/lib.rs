@@ -30,41 +30,28 @@
 
 mod attention;
 mod audio;
-mod clip;
 mod config;
 mod decoder;
 mod embed;
 mod encoders;
-mod error;
-mod features;
 mod frame_embedder;
-mod fused;
 mod layer;
-mod linear;
-mod lora;
-mod mlp;
 mod model;
 mod moe;
 mod names;
-mod norm;
 mod patch_embedder;
 mod patches;
 mod per_layer;
-mod random;
-mod recompute;
-mod rope;
-mod tap;
 mod vision;
-mod weights;
 
-pub use config::{
-    Architecture, AudioConfig, CONFIG_FILE, Config, FrameEmbedderConfig, LayerConfig, LayerKind, MoeConfig,
-    PatchEmbedderConfig, PerLayerConfig, RopeConfig, RopeKind, TextConfig, VisionConfig, vision_groups,
+pub use candle_cp_layers::{
+    CONFIG_FILE, Error, FileFault, LoadOptions, LoraError, LoraOptions, LoraReport, LoraTargets, Mismatch, ModelConfig,
+    Notice, OtherPrefix, Part, Recompute, Result, Role, SaveOptions, Tap, TargetMatches, TensorSpec, Weights,
+    WrongShape,
 };
-pub use error::{Error, Result};
-pub use lora::{LoraError, LoraOptions, LoraReport, LoraTargets, TargetMatches};
+pub use config::{
+    Architecture, AudioConfig, Config, FrameEmbedderConfig, LayerConfig, LayerKind, MoeConfig, PatchEmbedderConfig,
+    PerLayerConfig, RopeConfig, RopeKind, TextConfig, VisionConfig, vision_groups,
+};
 pub use model::{Inputs, LocalInputs, Model};
-pub use names::{Role, TensorSpec, tensors};
-pub use recompute::Recompute;
-pub use tap::Tap;
-pub use weights::{FileFault, LoadOptions, Mismatch, Notice, OtherPrefix, Part, SaveOptions, Weights, WrongShape};
+pub use names::tensors;

@@ -5,14 +5,9 @@ use candle_cp::{CpContext, LossOptions, ShardedLabels, linear_cross_entropy};
 
 use crate::config::Config;
 use crate::decoder::Decoder;
-use crate::embed::Embedding;
 use crate::encoders::Encoders;
-use crate::error::{Error, Result};
-use crate::names;
-use crate::norm::wide;
-use crate::recompute::Recompute;
-use crate::tap::Tap;
-use crate::weights::Weights;
+use crate::{embed, names};
+use candle_cp_layers::{Embedding, Error, Recompute, Result, Tap, Weights, wide};
 
 /// One batch, the same on every rank.
 #[derive(Debug, Clone)]
@@ -81,9 +76,9 @@ impl Model {
     /// # Errors
     /// The weights lack a tensor or have one of another shape, because they were made for another configuration.
     pub fn new(config: &Config, weights: &Weights) -> Result<Self> {
-        let embedding = Embedding::new(config, weights)?;
+        let embedding = embed::embedding(config, weights)?;
         let head_vh = match config.tie_word_embeddings {
-            true => embedding.table_vh.clone(),
+            true => embedding.table_vh().clone(),
             false => weights.get(names::LM_HEAD, &[config.text.vocab_size, config.text.hidden_size])?,
         };
         Ok(Self {

@@ -2,10 +2,12 @@
 
 pub(crate) mod moe;
 
+use crate::audio;
 use crate::config::{Architecture, Config, LayerConfig, PatchEmbedderConfig, TextConfig, VisionConfig};
-use crate::{audio, clip};
+use candle_cp_layers::{ModelConfig, Role, Table, TensorSpec, clip};
 
-pub(crate) const LM_HEAD: &str = "lm_head.weight";
+pub(crate) use candle_cp_layers::LM_HEAD;
+
 pub(crate) const VISION_PROJECTION: &str = "model.embed_vision.embedding_projection.weight";
 pub(crate) const AUDIO_PROJECTION: &str = "model.embed_audio.embedding_projection.weight";
 pub(crate) const PATCH_PROJECTION: &str = "model.vision_tower.patch_embedder.input_proj.weight";
@@ -61,55 +63,36 @@ pub(crate) fn vision_layer(index: usize) -> String {
     format!("model.vision_tower.encoder.layers.{index}")
 }
 
-/// What a tensor is: decides whether it is trained and how a fresh one is filled.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Role {
-    /// A matrix or a table; `fan_in` is the length of the sums it takes part in, `range` the configuration's
-    /// `initializer_range`. Trained.
-    Matrix {
-        /// Number of inputs of a row; for a table, the width of an entry.
-        fan_in: usize,
-        /// Least standard deviation of fresh values.
-        range: f64,
-    },
-    /// The bias of a projection, or a vector that starts at 0 like one. Trained.
-    Bias,
-    /// The weight of a norm. Trained.
-    Norm,
-    /// The weight of the norm over a query or key head. Trained.
-    HeadNorm,
-    /// A constant: kept, saved, not trained. Fresh ones hold `fresh` everywhere.
-    Buffer {
-        /// Value of a fresh one.
-        fresh: f64,
-    },
-    /// A tensor that released files have and the model does not read. May be absent; if present it is kept in the
-    /// file's bytes and saved, whatever its shape. Fresh weights have none.
-    Unused,
-}
+impl ModelConfig for Config {
+    fn tensors(&self) -> Vec<TensorSpec> {
+        tensors(self)
+    }
 
-/// One tensor of a model.
-#[derive(Debug, Clone, PartialEq)]
-pub struct TensorSpec {
-    /// Name in the checkpoint.
-    pub name: String,
-    /// Shape; matrices are `[outputs, inputs]`.
-    pub shape: Vec<usize>,
-    /// What it is.
-    pub role: Role,
-}
+    fn to_json(&self) -> String {
+        Config::to_json(self)
+    }
 
-impl TensorSpec {
-    /// Whether training changes it.
-    pub fn is_trained(&self) -> bool {
-        !matches!(self.role, Role::Buffer { .. } | Role::Unused)
+    /// That of the checkpoint, but for the vision embedder of unified models.
+    fn module_path(&self, name: &str) -> String {
+        if self.architecture != Architecture::Unified {
+            return name.to_string();
+        }
+        if let Some(rest) = name.strip_prefix(PATCH_EMBEDDER) {
+            return format!("model.embed_vision{rest}");
+        }
+        match VISION_PROJECTION.strip_suffix(".weight") {
+            Some(projection) if projection == name => {
+                name.replace(".embed_vision.", ".embed_vision.multimodal_embedder.")
+            }
+            _ => name.to_string(),
+        }
     }
 }
 
 /// Every tensor that a checkpoint with this configuration has or may have, in no particular order.
 pub fn tensors(config: &Config) -> Vec<TensorSpec> {
     let text = &config.text;
-    let mut table = Table { specs: Vec::new(), range: text.initializer_range };
+    let mut table = Table::new(text.initializer_range);
     table.matrix(embed_tokens(config), &[text.vocab_size, text.hidden_size]);
     if !config.tie_word_embeddings {
         table.matrix(LM_HEAD, &[text.vocab_size, text.hidden_size]);
@@ -121,17 +104,17 @@ pub fn tensors(config: &Config) -> Vec<TensorSpec> {
         table.push(per_layer_norm(config), &[per_layer.width], Role::Norm);
     }
     for (index, layer) in text.layers.iter().enumerate() {
-        table.decoder_layer(&text_layer(config, index), text, layer);
+        decoder_layer(&mut table, &text_layer(config, index), text, layer);
     }
     table.push(final_norm(config), &[text.hidden_size], Role::Norm);
     if let Some(vision) = &config.vision {
         table.range = vision.initializer_range;
-        table.vision_tower(vision);
+        vision_tower(&mut table, vision);
         table.matrix(VISION_PROJECTION, &[text.hidden_size, vision.hidden_size]);
     }
     if let Some(embedder) = &config.patch_embedder {
         table.range = embedder.initializer_range;
-        table.patch_embedder(embedder);
+        patch_embedder(&mut table, embedder);
         table.matrix(VISION_PROJECTION, &[text.hidden_size, embedder.width]);
     }
     if let Some(embedder) = &config.frame_embedder {
@@ -144,126 +127,110 @@ pub fn tensors(config: &Config) -> Vec<TensorSpec> {
     table.specs
 }
 
-struct Table {
-    specs: Vec<TensorSpec>,
-    range: f64,
+fn decoder_layer(table: &mut Table, prefix: &str, text: &TextConfig, layer: &LayerConfig) {
+    let hidden = text.hidden_size;
+    let query_width = text.num_attention_heads * layer.head_dim;
+    let key_width = layer.num_key_value_heads * layer.head_dim;
+    let mut projections = vec![("q_proj", query_width, hidden), ("k_proj", key_width, hidden)];
+    if !layer.keys_are_values {
+        projections.push(("v_proj", key_width, hidden));
+    }
+    projections.push(("o_proj", hidden, query_width));
+    let first = table.specs.len();
+    for (name, outputs, inputs) in projections {
+        table.matrix(format!("{prefix}.self_attn.{name}.weight"), &[outputs, inputs]);
+        if text.attention_bias {
+            table.push(format!("{prefix}.self_attn.{name}.bias"), &[outputs], Role::Bias);
+        }
+    }
+    for name in ["q_norm", "k_norm"] {
+        table.push(format!("{prefix}.self_attn.{name}.weight"), &[layer.head_dim], Role::HeadNorm);
+    }
+    if layer.keys_of.is_some() {
+        // Released files carry them although the layer reads the keys and values of another one.
+        let fillers = ["k_proj", "v_proj", "k_norm"].map(|name| format!("{prefix}.self_attn.{name}."));
+        let is_filler = |spec: &&mut TensorSpec| fillers.iter().any(|filler| spec.name.starts_with(filler));
+        table.specs[first..].iter_mut().filter(is_filler).for_each(|spec| spec.role = Role::Unused);
+    }
+    mlp(table, prefix, "weight", hidden, layer.intermediate_size);
+    norms(table, prefix, hidden);
+    if let Some(moe) = &text.moe {
+        table.specs.extend(moe::tensors(prefix, hidden, moe, table.range));
+    }
+    if let Some(per_layer) = &text.per_layer {
+        table.matrix(format!("{prefix}.{PER_LAYER_GATE}.weight"), &[per_layer.width, hidden]);
+        table.matrix(format!("{prefix}.{PER_LAYER_PROJECTION}.weight"), &[hidden, per_layer.width]);
+        table.push(format!("{prefix}.{POST_PER_LAYER_NORM}.weight"), &[hidden], Role::Norm);
+    }
+    table.push(format!("{prefix}.layer_scalar"), &[1], Role::Buffer { fresh: 1.0 });
 }
 
-impl Table {
-    fn push(&mut self, name: impl Into<String>, shape: &[usize], role: Role) {
-        self.specs.push(TensorSpec { name: name.into(), shape: shape.to_vec(), role });
-    }
-
-    fn matrix(&mut self, name: impl Into<String>, shape: &[usize]) {
-        let fan_in = shape[shape.len() - 1];
-        self.push(name, shape, Role::Matrix { fan_in, range: self.range });
-    }
-
-    fn decoder_layer(&mut self, prefix: &str, text: &TextConfig, layer: &LayerConfig) {
-        let hidden = text.hidden_size;
-        let query_width = text.num_attention_heads * layer.head_dim;
-        let key_width = layer.num_key_value_heads * layer.head_dim;
-        let mut projections = vec![("q_proj", query_width, hidden), ("k_proj", key_width, hidden)];
-        if !layer.keys_are_values {
-            projections.push(("v_proj", key_width, hidden));
+fn vision_tower(table: &mut Table, vision: &VisionConfig) {
+    let hidden = vision.hidden_size;
+    table.matrix(PATCH_PROJECTION, &[hidden, vision.patch_len()]);
+    table.matrix(POSITION_TABLE, &[2, vision.position_embedding_size, hidden]);
+    let query_width = vision.num_attention_heads * vision.head_dim;
+    let key_width = vision.num_key_value_heads * vision.head_dim;
+    for index in 0..vision.num_hidden_layers {
+        let prefix = vision_layer(index);
+        for (name, outputs, inputs) in [
+            ("q_proj", query_width, hidden),
+            ("k_proj", key_width, hidden),
+            ("v_proj", key_width, hidden),
+            ("o_proj", hidden, query_width),
+        ] {
+            table.matrix(format!("{prefix}.self_attn.{name}.linear.weight"), &[outputs, inputs]);
         }
-        projections.push(("o_proj", hidden, query_width));
-        let first = self.specs.len();
-        for (name, outputs, inputs) in projections {
-            self.matrix(format!("{prefix}.self_attn.{name}.weight"), &[outputs, inputs]);
-            if text.attention_bias {
-                self.push(format!("{prefix}.self_attn.{name}.bias"), &[outputs], Role::Bias);
+        mlp(table, &prefix, "linear.weight", hidden, vision.intermediate_size);
+        if vision.use_clipped_linears {
+            for name in ["q_proj", "k_proj", "v_proj", "o_proj"] {
+                bounds(table, &format!("{prefix}.self_attn.{name}"));
+            }
+            for name in ["gate_proj", "up_proj", "down_proj"] {
+                bounds(table, &format!("{prefix}.mlp.{name}"));
             }
         }
+        norms(table, &prefix, hidden);
         for name in ["q_norm", "k_norm"] {
-            self.push(format!("{prefix}.self_attn.{name}.weight"), &[layer.head_dim], Role::HeadNorm);
-        }
-        if layer.keys_of.is_some() {
-            // Released files carry them although the layer reads the keys and values of another one.
-            let fillers = ["k_proj", "v_proj", "k_norm"].map(|name| format!("{prefix}.self_attn.{name}."));
-            let is_filler = |spec: &&mut TensorSpec| fillers.iter().any(|filler| spec.name.starts_with(filler));
-            self.specs[first..].iter_mut().filter(is_filler).for_each(|spec| spec.role = Role::Unused);
-        }
-        self.mlp(prefix, "weight", hidden, layer.intermediate_size);
-        self.norms(prefix, hidden);
-        if let Some(moe) = &text.moe {
-            self.specs.extend(moe::tensors(prefix, hidden, moe, self.range));
-        }
-        if let Some(per_layer) = &text.per_layer {
-            self.matrix(format!("{prefix}.{PER_LAYER_GATE}.weight"), &[per_layer.width, hidden]);
-            self.matrix(format!("{prefix}.{PER_LAYER_PROJECTION}.weight"), &[hidden, per_layer.width]);
-            self.push(format!("{prefix}.{POST_PER_LAYER_NORM}.weight"), &[hidden], Role::Norm);
-        }
-        self.push(format!("{prefix}.layer_scalar"), &[1], Role::Buffer { fresh: 1.0 });
-    }
-
-    fn vision_tower(&mut self, vision: &VisionConfig) {
-        let hidden = vision.hidden_size;
-        self.matrix(PATCH_PROJECTION, &[hidden, vision.patch_len()]);
-        self.matrix(POSITION_TABLE, &[2, vision.position_embedding_size, hidden]);
-        let query_width = vision.num_attention_heads * vision.head_dim;
-        let key_width = vision.num_key_value_heads * vision.head_dim;
-        for index in 0..vision.num_hidden_layers {
-            let prefix = vision_layer(index);
-            for (name, outputs, inputs) in [
-                ("q_proj", query_width, hidden),
-                ("k_proj", key_width, hidden),
-                ("v_proj", key_width, hidden),
-                ("o_proj", hidden, query_width),
-            ] {
-                self.matrix(format!("{prefix}.self_attn.{name}.linear.weight"), &[outputs, inputs]);
-            }
-            self.mlp(&prefix, "linear.weight", hidden, vision.intermediate_size);
-            if vision.use_clipped_linears {
-                for name in ["q_proj", "k_proj", "v_proj", "o_proj"] {
-                    self.bounds(&format!("{prefix}.self_attn.{name}"));
-                }
-                for name in ["gate_proj", "up_proj", "down_proj"] {
-                    self.bounds(&format!("{prefix}.mlp.{name}"));
-                }
-            }
-            self.norms(&prefix, hidden);
-            for name in ["q_norm", "k_norm"] {
-                self.push(format!("{prefix}.self_attn.{name}.weight"), &[vision.head_dim], Role::HeadNorm);
-            }
-        }
-        if vision.standardize {
-            self.push(STD_BIAS, &[hidden], Role::Buffer { fresh: 0.0 });
-            self.push(STD_SCALE, &[hidden], Role::Buffer { fresh: 1.0 });
+            table.push(format!("{prefix}.self_attn.{name}.weight"), &[vision.head_dim], Role::HeadNorm);
         }
     }
-
-    /// The bounds of a clipped projection.
-    fn bounds(&mut self, projection: &str) {
-        for (name, fresh) in clip::BOUNDS {
-            self.push(format!("{projection}.{name}"), &[], Role::Buffer { fresh });
-        }
+    if vision.standardize {
+        table.push(STD_BIAS, &[hidden], Role::Buffer { fresh: 0.0 });
+        table.push(STD_SCALE, &[hidden], Role::Buffer { fresh: 1.0 });
     }
+}
 
-    /// What a unified model has in the place of a vision tower.
-    fn patch_embedder(&mut self, embedder: &PatchEmbedderConfig) {
-        let (width, patch_len) = (embedder.width, embedder.patch_len());
-        let name = |part: &str| format!("{PATCH_EMBEDDER}.{part}");
-        self.matrix(name("patch_dense.weight"), &[width, patch_len]);
-        self.push(name("patch_dense.bias"), &[width], Role::Bias);
-        self.matrix(name("pos_embedding"), &[embedder.position_embedding_size, 2, width]);
-        for (norm, width) in [("patch_ln1", patch_len), ("patch_ln2", width), ("pos_norm", width)] {
-            self.push(name(&format!("{norm}.weight")), &[width], Role::Norm);
-            self.push(name(&format!("{norm}.bias")), &[width], Role::Bias);
-        }
+/// The bounds of a clipped projection.
+fn bounds(table: &mut Table, projection: &str) {
+    for (name, fresh) in clip::BOUNDS {
+        table.push(format!("{projection}.{name}"), &[], Role::Buffer { fresh });
     }
+}
 
-    fn mlp(&mut self, prefix: &str, suffix: &str, hidden: usize, width: usize) {
-        self.matrix(format!("{prefix}.mlp.gate_proj.{suffix}"), &[width, hidden]);
-        self.matrix(format!("{prefix}.mlp.up_proj.{suffix}"), &[width, hidden]);
-        self.matrix(format!("{prefix}.mlp.down_proj.{suffix}"), &[hidden, width]);
+/// What a unified model has in the place of a vision tower.
+fn patch_embedder(table: &mut Table, embedder: &PatchEmbedderConfig) {
+    let (width, patch_len) = (embedder.width, embedder.patch_len());
+    let name = |part: &str| format!("{PATCH_EMBEDDER}.{part}");
+    table.matrix(name("patch_dense.weight"), &[width, patch_len]);
+    table.push(name("patch_dense.bias"), &[width], Role::Bias);
+    table.matrix(name("pos_embedding"), &[embedder.position_embedding_size, 2, width]);
+    for (norm, width) in [("patch_ln1", patch_len), ("patch_ln2", width), ("pos_norm", width)] {
+        table.push(name(&format!("{norm}.weight")), &[width], Role::Norm);
+        table.push(name(&format!("{norm}.bias")), &[width], Role::Bias);
     }
+}
 
-    fn norms(&mut self, prefix: &str, hidden: usize) {
-        for name in
-            ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        {
-            self.push(format!("{prefix}.{name}.weight"), &[hidden], Role::Norm);
-        }
+fn mlp(table: &mut Table, prefix: &str, suffix: &str, hidden: usize, width: usize) {
+    table.matrix(format!("{prefix}.mlp.gate_proj.{suffix}"), &[width, hidden]);
+    table.matrix(format!("{prefix}.mlp.up_proj.{suffix}"), &[width, hidden]);
+    table.matrix(format!("{prefix}.mlp.down_proj.{suffix}"), &[hidden, width]);
+}
+
+fn norms(table: &mut Table, prefix: &str, hidden: usize) {
+    for name in
+        ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    {
+        table.push(format!("{prefix}.{name}.weight"), &[hidden], Role::Norm);
     }
 }

@@ -1,43 +1,14 @@
 //! Images without a tower (unified models): every patch goes through norms and projections into the text model.
 
-use candle_core::{D, Tensor};
+use candle_core::Tensor;
 
 use crate::config::{Config, PatchEmbedderConfig};
-use crate::error::Result;
-use crate::features::Features;
-use crate::linear::Linear;
 use crate::names;
-use crate::norm::{RmsNorm, wide};
 use crate::patches::{check_shapes, read_positions};
-use crate::tap::Tap;
-use crate::weights::Weights;
+use candle_cp_layers::{Features, LayerNorm, Linear, Result, RmsNorm, Tap, Weights};
 
 /// Added to the variance in every layer norm; no configuration has it.
 const LAYER_NORM_EPS: f64 = 1e-5;
-
-/// `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension, in f32 (f64 for f64).
-#[derive(Debug, Clone)]
-struct LayerNorm {
-    weight: Tensor,
-    bias: Tensor,
-}
-
-impl LayerNorm {
-    fn new(name: &str, width: usize, weights: &Weights) -> Result<Self> {
-        let get = |part: &str| weights.get(&format!("{}.{name}.{part}", names::PATCH_EMBEDDER), &[width]);
-        Ok(Self { weight: get("weight")?, bias: get("bias")? })
-    }
-
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let dtype = wide(x.dtype());
-        let x_wide = x.to_dtype(dtype)?;
-        let centred = x_wide.broadcast_sub(&x_wide.mean_keepdim(D::Minus1)?)?;
-        let variance = (centred.sqr()?.mean_keepdim(D::Minus1)? + LAYER_NORM_EPS)?;
-        let normed = centred.broadcast_mul(&variance.powf(-0.5)?)?;
-        let scaled = normed.broadcast_mul(&self.weight.to_dtype(dtype)?)?;
-        scaled.broadcast_add(&self.bias.to_dtype(dtype)?)?.to_dtype(x.dtype())
-    }
-}
 
 /// Norm, projection, norm, positions, norm, and the projection into the text model.
 #[derive(Debug, Clone)]
@@ -65,12 +36,12 @@ impl PatchEmbedder {
         };
         let projection = Linear::load(weights, names::VISION_PROJECTION, [config.text.hidden_size, width])?;
         Ok(Self {
-            patch_norm: LayerNorm::new("patch_ln1", patch_len, weights)?,
+            patch_norm: LayerNorm::load(weights, &name("patch_ln1"), patch_len, LAYER_NORM_EPS)?,
             dense,
-            dense_norm: LayerNorm::new("patch_ln2", width, weights)?,
+            dense_norm: LayerNorm::load(weights, &name("patch_ln2"), width, LAYER_NORM_EPS)?,
             position_table: weights.get(&name("pos_embedding"), &[shape.position_embedding_size, 2, width])?,
-            position_norm: LayerNorm::new("pos_norm", width, weights)?,
-            projection_norm: RmsNorm { weight: None, eps: shape.rms_norm_eps },
+            position_norm: LayerNorm::load(weights, &name("pos_norm"), width, LAYER_NORM_EPS)?,
+            projection_norm: RmsNorm::new(None, shape.rms_norm_eps),
             projection,
             patch_len,
             side: shape.patch_size * shape.pooling_kernel_size,

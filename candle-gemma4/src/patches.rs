@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use crate::config::VisionConfig;
-use crate::error::{Error, Result};
+use candle_cp_layers::{Error, Result};
 
 /// The position pairs of one image that stand for padding.
 const PADDING: (i64, i64) = (-1, -1);

@@ -7,14 +7,8 @@
 use candle_core::{DType, Device, Tensor};
 
 use crate::config::{Config, PerLayerConfig};
-use crate::embed::table_scale;
-use crate::error::{Error, Result};
-use crate::linear::Linear;
-use crate::mlp::gelu_gate;
 use crate::names;
-use crate::norm::RmsNorm;
-use crate::tap::Tap;
-use crate::weights::Weights;
+use candle_cp_layers::{Activation, Error, Linear, Result, RmsNorm, Tap, Weights, gated, table_scale};
 
 /// What all layers share: the table, and the projection of the merged embeddings.
 #[derive(Debug, Clone)]
@@ -50,7 +44,7 @@ impl PerLayerEmbedding {
             scale: table_scale(shape.width, table.dtype())?,
             table,
             projection,
-            norm: RmsNorm { weight: Some(norm), eps: config.text.rms_norm_eps },
+            norm: RmsNorm::new(Some(norm), config.text.rms_norm_eps),
             shape,
             config: config.clone(),
         })
@@ -109,7 +103,7 @@ impl PerLayerEmbedding {
         match u32::try_from(id) {
             Err(_) => Ok(Row::Zero),
             Ok(token) if Some(token) == self.config.text.pad_token_id => Ok(Row::Padding),
-            Ok(token) if self.config.placeholder(token).is_some() => Ok(Row::Padding),
+            Ok(token) if self.config.placeholders().contains(token) => Ok(Row::Padding),
             Ok(token) if (token as usize) < vocab_size => Ok(Row::Table(looked_up as u32)),
             Ok(_) => Err(Error::TokenId { row, index, id, vocab_size, setting: "vocab_size_per_layer_input" }),
         }
@@ -134,13 +128,13 @@ impl PerLayerBlock {
         Ok(Self {
             gate: linear(names::PER_LAYER_GATE, width, hidden)?,
             projection: linear(names::PER_LAYER_PROJECTION, hidden, width)?,
-            norm: RmsNorm { weight: Some(norm), eps },
+            norm: RmsNorm::new(Some(norm), eps),
         })
     }
 
     /// `[batch, local tokens, hidden]` and `[batch, local tokens, width]` to the former shape.
     pub(crate) fn forward(&self, x_bsh: &Tensor, input_bsp: &Tensor) -> Result<Tensor> {
-        let gated = gelu_gate(&self.gate.forward(x_bsh)?, input_bsp)?;
+        let gated = gated(&self.gate.forward(x_bsh)?, input_bsp, Activation::GeluTanh)?;
         Ok((x_bsh + self.norm.forward(&self.projection.forward(&gated)?)?)?)
     }
 }

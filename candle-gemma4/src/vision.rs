@@ -4,16 +4,10 @@ use candle_core::{D, Tensor};
 use candle_cp::{CpContext, Tokens};
 
 use crate::config::{Config, VisionConfig};
-use crate::error::Result;
-use crate::features::Features;
 use crate::layer::{Layer, LayerShape};
-use crate::linear::Linear;
 use crate::names;
-use crate::norm::{RmsNorm, wide};
 use crate::patches::{Patches, check_shapes};
-use crate::rope::Rope;
-use crate::tap::{Tap, record_numbered};
-use crate::weights::Weights;
+use candle_cp_layers::{Features, Linear, Result, RmsNorm, Rope, Tap, Weights, record_numbered, wide};
 
 /// Shift and scale of the pooled features.
 #[derive(Debug, Clone)]
@@ -54,7 +48,7 @@ impl VisionTower {
                 .map(|index| Layer::new(&LayerShape::vision(index, vision), weights))
                 .collect::<Result<_>>()?,
             standardize,
-            projection_norm: RmsNorm { weight: None, eps: vision.rms_norm_eps },
+            projection_norm: RmsNorm::new(None, vision.rms_norm_eps),
             projection: Linear::load(weights, names::VISION_PROJECTION, [config.text.hidden_size, hidden])?,
             vision: vision.clone(),
             text_hidden: config.text.hidden_size,

@@ -8,9 +8,7 @@ use std::f64::consts::{E, LN_2};
 use candle_core::{D, DType, Device, Result, Tensor};
 
 use crate::config::AudioConfig;
-use crate::linear::Linear;
-use crate::norm::wide;
-use crate::weights::Weights;
+use candle_cp_layers::{Linear, Weights, wide};
 
 /// Longest wavelength of the position table, in frames over 2 pi.
 const MAX_TIMESCALE: f64 = 10_000.0;
@@ -137,7 +135,7 @@ pub(super) struct LocalAttention {
 }
 
 impl LocalAttention {
-    pub(super) fn new(prefix: &str, audio: &AudioConfig, weights: &Weights) -> crate::error::Result<Self> {
+    pub(super) fn new(prefix: &str, audio: &AudioConfig, weights: &Weights) -> candle_cp_layers::Result<Self> {
         let hidden = audio.hidden_size;
         let linear = |name: &str| {
             Linear::clippable(weights, &format!("{prefix}.{name}"), [hidden, hidden], audio.use_clipped_linears)

@@ -3,11 +3,9 @@
 use candle_core::{D, DType, Result, Tensor};
 
 use super::attention::LocalAttention;
-use crate::clip::Interval;
 use crate::config::AudioConfig;
-use crate::linear::Linear;
-use crate::norm::{RmsNorm, wide};
-use crate::weights::Weights;
+use candle_cp_layers::clip::Interval;
+use candle_cp_layers::{Linear, RmsNorm, Weights, wide};
 
 /// The norms of layers and feed-forward blocks add this whatever the configuration says, as in the library.
 const LAYER_EPS: f64 = 1e-6;
@@ -25,7 +23,7 @@ pub(super) struct AudioLayer {
 }
 
 impl AudioLayer {
-    pub(super) fn new(prefix: &str, audio: &AudioConfig, weights: &Weights) -> crate::error::Result<Self> {
+    pub(super) fn new(prefix: &str, audio: &AudioConfig, weights: &Weights) -> candle_cp_layers::Result<Self> {
         let parts = Parts { prefix, audio, weights };
         Ok(Self {
             first: FeedForward::new(&parts, "feed_forward1")?,
@@ -58,22 +56,24 @@ struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    fn linear(&self, name: &str, outputs: usize, inputs: usize) -> crate::error::Result<Linear> {
+    fn linear(&self, name: &str, outputs: usize, inputs: usize) -> candle_cp_layers::Result<Linear> {
         let name = format!("{}.{name}", self.prefix);
         Linear::clippable(self.weights, &name, [outputs, inputs], self.audio.use_clipped_linears)
     }
 
-    fn norm(&self, name: &str, eps: f64) -> crate::error::Result<RmsNorm> {
-        let weight = self.weights.get(&format!("{}.{name}.weight", self.prefix), &[self.audio.hidden_size])?;
-        Ok(RmsNorm { weight: Some(weight), eps })
+    fn norm(&self, name: &str, eps: f64) -> candle_cp_layers::Result<RmsNorm> {
+        Ok(RmsNorm::new(Some(self.norm_weight(name)?), eps))
+    }
+
+    fn norm_weight(&self, name: &str) -> candle_cp_layers::Result<Tensor> {
+        self.weights.get(&format!("{}.{name}.weight", self.prefix), &[self.audio.hidden_size])
     }
 
     /// What the residual stream is cut to: the setting, or what the type of the weights can hold.
-    fn limit(&self) -> crate::error::Result<Interval> {
-        let norm = self.norm("norm_out", LAYER_EPS)?;
-        let largest = match norm.weight.map(|weight| weight.dtype()) {
-            Some(DType::F16) => 65504.0,
-            Some(DType::F64) => f64::MAX,
+    fn limit(&self) -> candle_cp_layers::Result<Interval> {
+        let largest = match self.norm_weight("norm_out")?.dtype() {
+            DType::F16 => 65504.0,
+            DType::F64 => f64::MAX,
             _ => f64::from(f32::MAX),
         };
         let limit = self.audio.gradient_clipping.min(largest);
@@ -93,7 +93,7 @@ struct FeedForward {
 }
 
 impl FeedForward {
-    fn new(parts: &Parts, name: &str) -> crate::error::Result<Self> {
+    fn new(parts: &Parts, name: &str) -> candle_cp_layers::Result<Self> {
         let hidden = parts.audio.hidden_size;
         Ok(Self {
             norm_before: parts.norm(&format!("{name}.pre_layer_norm"), LAYER_EPS)?,
@@ -126,7 +126,7 @@ struct LightConv {
 }
 
 impl LightConv {
-    fn new(parts: &Parts) -> crate::error::Result<Self> {
+    fn new(parts: &Parts) -> candle_cp_layers::Result<Self> {
         let (hidden, eps) = (parts.audio.hidden_size, parts.audio.rms_norm_eps);
         let kernel = format!("{}.lconv1d.depthwise_conv1d.weight", parts.prefix);
         Ok(Self {

@@ -12,13 +12,8 @@ use self::layer::AudioLayer;
 pub(crate) use self::names::tensors;
 use self::subsample::{Subsample, every_second};
 use crate::config::{AudioConfig, Config};
-use crate::error::{Error, Result};
-use crate::features::{Features, read_frame_mask};
-use crate::linear::Linear;
 use crate::names::AUDIO_PROJECTION;
-use crate::norm::RmsNorm;
-use crate::tap::{Tap, record_numbered};
-use crate::weights::Weights;
+use candle_cp_layers::{Error, Features, Linear, Result, RmsNorm, Tap, Weights, read_frame_mask, record_numbered};
 
 /// The tower and the projection behind it.
 #[derive(Debug, Clone)]
@@ -47,7 +42,7 @@ impl AudioTower {
             layers: layers.map(|index| AudioLayer::new(&names::layer(index), audio, weights)).collect::<Result<_>>()?,
             positions_pw: Window::new(audio).position_table(hidden, table_oi.dtype(), table_oi.device())?,
             output,
-            projection_norm: RmsNorm { weight: None, eps: audio.rms_norm_eps },
+            projection_norm: RmsNorm::new(None, audio.rms_norm_eps),
             projection: Linear::load(weights, AUDIO_PROJECTION, [text_hidden, outputs])?,
             audio: audio.clone(),
         })

@@ -1,8 +1,9 @@
 //! The audio tower's tensors: names in a checkpoint, shapes, and what they are.
 
-use crate::clip;
 use crate::config::AudioConfig;
-use crate::names::{AUDIO_PROJECTION, Role, TensorSpec};
+use crate::names::AUDIO_PROJECTION;
+use candle_cp_layers::clip;
+use candle_cp_layers::{Role, TensorSpec};
 
 pub(super) const OUTPUT: &str = "model.audio_tower.output_proj";
 pub(super) const SUBSAMPLE: &str = "model.audio_tower.subsample_conv_projection";

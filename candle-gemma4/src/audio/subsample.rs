@@ -4,9 +4,7 @@ use candle_core::{D, Result, Tensor};
 
 use super::names::SUBSAMPLE;
 use crate::config::AudioConfig;
-use crate::linear::Linear;
-use crate::norm::wide;
-use crate::weights::Weights;
+use candle_cp_layers::{Linear, Weights, wide};
 
 /// From a spectrogram to the tower's width.
 #[derive(Debug, Clone)]
@@ -16,9 +14,9 @@ pub(super) struct Subsample {
 }
 
 impl Subsample {
-    pub(super) fn new(audio: &AudioConfig, weights: &Weights) -> crate::error::Result<Self> {
+    pub(super) fn new(audio: &AudioConfig, weights: &Weights) -> candle_cp_layers::Result<Self> {
         let [first, second] = audio.subsampling_conv_channels;
-        let layer = |index: usize, outputs: usize, inputs: usize| -> crate::error::Result<ConvLayer> {
+        let layer = |index: usize, outputs: usize, inputs: usize| -> candle_cp_layers::Result<ConvLayer> {
             let prefix = format!("{SUBSAMPLE}.layer{index}");
             Ok(ConvLayer {
                 kernel_oi33: weights.get(&format!("{prefix}.conv.weight"), &[outputs, inputs, 3, 3])?,
@@ -111,7 +109,7 @@ mod tests {
     use candle_core::{DType, Var};
 
     use super::*;
-    use crate::fused::testing::{assert_close, random};
+    use candle_cp_layers::testing::{assert_close, random};
 
     #[test]
     fn convolutions_agree_with_those_of_candle() -> Result<()> {

@@ -1,7 +1,6 @@
 //! The audio tower's part of the configuration.
 
-use super::fields::Fields;
-use crate::error::Result;
+use candle_cp_layers::{Fields, Result};
 
 /// The audio tower.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,8 +1,7 @@
 //! What differs from decoder layer to decoder layer: the type, heads, shared keys, widths.
 
-use super::fields::Fields;
 use super::text::{LayerConfig, LayerKind};
-use crate::error::{Error, Result};
+use candle_cp_layers::{Error, Fields, Result};
 
 /// Reads what every decoder layer is like.
 pub(super) fn read(fields: &Fields) -> Result<Vec<LayerConfig>> {

@@ -4,7 +4,6 @@
 //! settings and norm constants have no such default here and are required.
 
 mod audio;
-mod fields;
 mod layers;
 mod moe;
 mod rope;
@@ -17,16 +16,12 @@ use std::path::Path;
 use serde_json::Value;
 
 pub use self::audio::AudioConfig;
-use self::fields::Fields;
 pub use self::moe::MoeConfig;
 pub use self::rope::{RopeConfig, RopeKind};
 pub use self::text::{LayerConfig, LayerKind, PerLayerConfig, TextConfig};
 pub use self::unified::{FrameEmbedderConfig, PatchEmbedderConfig};
 pub use self::vision::VisionConfig;
-use crate::error::{Error, Result};
-
-/// Name of the configuration file in a checkpoint folder.
-pub const CONFIG_FILE: &str = "config.json";
+use candle_cp_layers::{CONFIG_FILE, Error, Fields, Placeholders, Result};
 
 /// What a checkpoint holds, by its `model_type`; decides on the layout of `config.json` and on tensor names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,14 +68,6 @@ impl Architecture {
     pub fn is_unified(self) -> bool {
         matches!(self, Self::Unified | Self::UnifiedTextOnly)
     }
-}
-
-/// What a token id stands for if it is not text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Placeholder {
-    Image,
-    Video,
-    Audio,
 }
 
 /// A Gemma 4 model: text decoder, and the towers it has.
@@ -144,18 +131,16 @@ impl Config {
         self.json.clone()
     }
 
-    /// What a token id stands for; `None` for text.
-    pub(crate) fn placeholder(&self, id: u32) -> Option<Placeholder> {
-        if self.architecture.is_text_only() {
-            None
-        } else if id == self.image_token_id {
-            Some(Placeholder::Image)
-        } else if Some(id) == self.video_token_id {
-            Some(Placeholder::Video)
-        } else if Some(id) == self.audio_token_id {
-            Some(Placeholder::Audio)
-        } else {
-            None
+    /// What is no text.
+    pub(crate) fn placeholders(&self) -> Placeholders {
+        match self.architecture.is_text_only() {
+            true => Placeholders::default(),
+            false => Placeholders {
+                image: Some(self.image_token_id),
+                video: self.video_token_id,
+                audio: self.audio_token_id,
+                has_audio: self.audio.is_some() || self.frame_embedder.is_some(),
+            },
         }
     }
 
@@ -245,11 +230,12 @@ fn read_architecture(top: &Fields) -> Result<Architecture> {
 /// Image group of every token of a row: a maximal run of image or video placeholders is one group; groups are
 /// counted from 0 through the row; other tokens have -1.
 pub fn vision_groups(ids: &[u32], config: &Config) -> Vec<i64> {
+    let placeholders = config.placeholders();
     let mut group = -1;
     let mut inside = false;
     ids.iter()
         .map(|&id| {
-            let vision = matches!(config.placeholder(id), Some(Placeholder::Image | Placeholder::Video));
+            let vision = [placeholders.image, placeholders.video].contains(&Some(id));
             group += i64::from(vision && !inside);
             inside = vision;
             if vision { group } else { -1 }

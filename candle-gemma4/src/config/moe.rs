@@ -1,7 +1,6 @@
 //! The mixture of experts of a text model.
 
-use super::fields::Fields;
-use crate::error::{Error, Result};
+use candle_cp_layers::{Error, Fields, Result};
 
 /// Experts beside the MLP of every decoder layer; each token goes to a few of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,8 +2,7 @@
 
 use serde_json::Value;
 
-use super::fields::Fields;
-use crate::error::Result;
+use candle_cp_layers::{Fields, Result};
 
 /// How the frequencies of a text layer's rotary embedding are laid out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,7 +35,7 @@ impl RopeConfig {
         let fields = Fields::new(path, value)?;
         let missing = fields.missing(&["rope_type", "rope_theta"]);
         if !missing.is_empty() {
-            return Err(crate::Error::MissingFields { fields: missing });
+            return Err(candle_cp_layers::Error::MissingFields { fields: missing });
         }
         let kind = match fields.text("rope_type")? {
             Some("default") => RopeKind::Default,

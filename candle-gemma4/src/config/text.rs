@@ -1,12 +1,11 @@
 //! The text model's part of the configuration.
 
 use super::Architecture;
-use super::fields::Fields;
 use super::layers;
 use super::moe::MoeConfig;
 use super::rope::RopeConfig;
-use crate::error::{Error, Result};
 use candle_cp::{LayerWork, MaskRule};
+use candle_cp_layers::{Error, Fields, Result};
 
 /// Kind of attention of a decoder layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

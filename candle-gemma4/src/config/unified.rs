@@ -1,7 +1,6 @@
 //! What a unified model has in the place of towers.
 
-use super::fields::Fields;
-use crate::error::Result;
+use candle_cp_layers::{Fields, Result};
 
 /// Norms and projections that take patches of images into the text model.
 #[derive(Debug, Clone, PartialEq)]

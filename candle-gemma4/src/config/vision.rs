@@ -1,7 +1,6 @@
 //! The vision tower's part of the configuration.
 
-use super::fields::Fields;
-use crate::error::{Error, Result};
+use candle_cp_layers::{Error, Fields, Result};
 
 /// The vision tower.
 #[derive(Debug, Clone, PartialEq)]

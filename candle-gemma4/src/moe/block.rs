@@ -1,14 +1,12 @@
 //! Experts beside the MLP of a decoder layer.
 
 use candle_core::Tensor;
+use candle_cp_layers::moe::{Experts, RealRows};
+use candle_cp_layers::{Activation, Result, RmsNorm, Tap, Weights};
 
-use super::{Experts, RealRows, Router};
+use super::Router;
 use crate::config::{MoeConfig, TextConfig};
-use crate::error::Result;
 use crate::names::moe as names;
-use crate::norm::RmsNorm;
-use crate::tap::Tap;
-use crate::weights::Weights;
 
 /// Router, experts, and the norms that join them with the MLP.
 #[derive(Debug, Clone)]
@@ -25,11 +23,12 @@ impl MoeBlock {
     pub(crate) fn new(prefix: &str, text: &TextConfig, moe: &MoeConfig, weights: &Weights) -> Result<Self> {
         let (hidden, eps) = (text.hidden_size, text.rms_norm_eps);
         let norm = |name: &str| -> Result<RmsNorm> {
-            Ok(RmsNorm { weight: Some(weights.get(&format!("{prefix}.{name}.weight"), &[hidden])?), eps })
+            Ok(RmsNorm::new(Some(weights.get(&format!("{prefix}.{name}.weight"), &[hidden])?), eps))
         };
+        let sizes = (moe.num_experts, moe.intermediate_size);
         Ok(Self {
             router: Router::new(prefix, hidden, eps, moe, weights)?,
-            experts: Experts::new(prefix, hidden, moe, weights)?,
+            experts: Experts::new(&format!("{prefix}.experts"), hidden, sizes, Activation::GeluTanh, weights)?,
             post_mlp_norm: norm(names::POST_MLP_NORM)?,
             pre_experts_norm: norm(names::PRE_EXPERTS_NORM)?,
             post_experts_norm: norm(names::POST_EXPERTS_NORM)?,

@@ -9,10 +9,10 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_cp::{CpContext, SequenceLayout, Tokens};
 
 use self::reference::{Answer, NAMES, Problem};
-use super::router::Routing;
-use super::{Dispatch, Experts, RealRows, Router};
-use crate::fused::testing::random;
-use crate::linear::Linear;
+use super::Router;
+use candle_cp_layers::moe::{Dispatch, Experts, RealRows, Routing};
+use candle_cp_layers::testing::random;
+use candle_cp_layers::{Activation, Linear};
 
 impl Problem {
     fn new(rows: usize, experts: usize, top_k: usize) -> Result<Self> {
@@ -65,7 +65,7 @@ impl Problem {
         let router =
             Router { proj: Linear::plain(proj_eh), scale_h, per_expert_scale_e, top_k: self.top_k, eps: self.eps };
         let routing = router.forward(&x, &RealRows::from_mask(&self.is_real))?;
-        let experts = Experts { gate_up_ewh, down_ehw };
+        let experts = Experts { gate_up_ewh, down_ehw, activation: Activation::GeluTanh };
         let y = experts.forward(&z, &routing.dispatch, &routing.weights_rk)?;
         let y_grad = Tensor::from_slice(&self.y_grad, y.dims(), &Device::Cpu)?.to_dtype(y.dtype())?;
         let gradients = (&y * y_grad)?.sum_all()?.backward()?;
@@ -170,7 +170,7 @@ fn one_expert_may_get_all_rows() -> Result<()> {
         let has_gradient = |expert: usize| gate_up[expert * per_expert..][..per_expert].iter().any(|&g| g != 0.0);
         let hit: Vec<bool> = (0..5).map(|expert| answer.chosen.contains(&expert)).collect();
         assert_eq!((0..5).map(has_gradient).collect::<Vec<_>>(), hit);
-        assert_eq!(run.routing.dispatch.groups.len(), hit.iter().filter(|hit| **hit).count());
+        assert_eq!(run.routing.dispatch.busy_experts(), hit.iter().filter(|hit| **hit).count());
     }
     Ok(())
 }
@@ -267,7 +267,7 @@ fn any_strides_and_leading_dimensions_do() -> Result<()> {
         }
     });
     let router = Router { proj: Linear::plain(proj), scale_h: scale, per_expert_scale_e, top_k: 3, eps: problem.eps };
-    let experts = Experts { gate_up_ewh: gate_up, down_ehw: down };
+    let experts = Experts { gate_up_ewh: gate_up, down_ehw: down, activation: Activation::GeluTanh };
     // [4, 3, hidden] as a view of [3, 4, hidden].
     let swapped = |x: &Tensor| x.reshape((4, 3, problem.hidden))?.transpose(0, 1)?.contiguous()?.transpose(0, 1);
     let routing = router.forward(&swapped(&x)?, &RealRows::from_mask(&problem.is_real))?;
@@ -352,7 +352,6 @@ fn a_rank_knows_its_real_rows() -> candle_cp::Result<()> {
         Ok((real.total(), (0..real.len()).map(|index| real.row(index)).collect::<Vec<_>>()))
     })?;
     assert_eq!(rows, [(8, vec![0, 1, 4, 5, 6]), (8, vec![0, 1, 2, 4, 5, 6, 7])]);
-    assert_eq!(RealRows::from_mask(&[true; 3]).rows, None);
     Ok(())
 }
 
@@ -365,7 +364,7 @@ fn misfits_are_told() -> Result<()> {
     let router = Router { proj: Linear::plain(proj_eh), scale_h, per_expert_scale_e, top_k: 2, eps: 1e-6 };
     let told = |result: Result<Routing>| result.unwrap_err().to_string();
     assert!(told(router.forward(&get("x")?, &RealRows::all(5))).contains("5 rows of width 6 got [6, 6]"));
-    let experts = Experts { gate_up_ewh: get("gate_up")?, down_ehw: get("down")? };
+    let experts = Experts { gate_up_ewh: get("gate_up")?, down_ehw: get("down")?, activation: Activation::GeluTanh };
     let (dispatch, weights) = (&run.routing.dispatch, &run.routing.weights_rk);
     let told = |result: Result<Tensor>| result.unwrap_err().to_string();
     assert!(told(experts.forward(&get("x")?.narrow(0, 0, 5)?, dispatch, weights)).contains("6 rows of width 6"));
