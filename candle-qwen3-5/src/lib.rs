@@ -1,0 +1,1 @@
+//! Trainable Qwen 3.5 and 3.6 on Candle, ready for context parallelism.
