@@ -246,7 +246,7 @@ fn samples_whose_pictures_do_not_fit() {
         "line 7: picture 1 (wide.png) takes ",
         " soft tokens and ends at token ",
         "the sequence may have 9",
-        "raise the limit, drop a picture, or lower max_soft_tokens",
+        "raise the limit, drop a picture, or lower what the processor's files allow",
     ];
     holds(&fault(one, &[wide], Some(9)), &parts);
     let text = r#"[{"role": "user", "content": "A long story."}]"#;
