@@ -25,7 +25,7 @@ pub struct ImageTokens {
     pub audio_id: Option<u32>,
 }
 
-/// How a family of models cuts pictures into patches.
+/// How a family of models cuts pictures into patches. Values that [`Self::check`] refuses have no meaning for the rest.
 pub trait ImageSettings: Debug + Send + Sync {
     /// Fails on values that do not fit together, so that settings made by hand are checked like those of files.
     ///
@@ -114,7 +114,7 @@ impl<T: ImageSettings + ?Sized> ImageSettings for Box<T> {
 /// Fails on a picture whose sides are 0 or no multiples of `multiple`, the product of the named fields.
 pub(crate) fn check_sides(picture: &Picture, multiple: usize, fields: &str) -> Result<(), PictureFault> {
     let (height, width) = (picture.height(), picture.width());
-    if height == 0 || width == 0 || height % multiple != 0 || width % multiple != 0 {
+    if multiple == 0 || height == 0 || width == 0 || height % multiple != 0 || width % multiple != 0 {
         let reason = format!("both sides must be multiples of {multiple} ({fields})");
         return Err(PictureFault::Shape { width, height, reason });
     }

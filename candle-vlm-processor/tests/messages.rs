@@ -7,8 +7,8 @@ use std::fs;
 use std::path::Path;
 
 use candle_vlm_processor::{
-    AnswerFinder, ChatEncoder, ChatTemplate, Error, Gemma4ImageSettings, Gemma4Processor, Message, PatchLayout,
-    Picture, PictureLimits, PictureSource, Request, TemplateInputs, TextTokenizer,
+    AnswerFinder, ChatEncoder, ChatTemplate, Error, Gemma4ImageSettings, Gemma4Processor, ImageSettings, Message,
+    PatchLayout, Picture, PictureLimits, PictureSource, Request, TemplateInputs, TextTokenizer,
 };
 use support::fixture;
 

@@ -35,7 +35,7 @@ pub struct Qwen3_5ImageSettings {
 
 /// What transformers takes for absent fields.
 const MEAN: [f32; 3] = [0.481_454_66, 0.457_827_5, 0.408_210_73];
-const STD: [f32; 3] = [0.268_629_54, 0.261_302_58, 0.275_777_11];
+const STD: [f32; 3] = [0.268_629_54, 0.261_302_6, 0.275_777_1];
 const MIN_PIXELS: usize = 56 * 56;
 const MAX_PIXELS: usize = 28 * 28 * 1280;
 /// The class that Qwen 3.5 takes from Qwen 2, by its names over time.

@@ -37,6 +37,10 @@ pub(super) fn resized(
     } else {
         nearest
     };
+    if new_height == 0 || new_width == 0 {
+        let reason = "patch_size, merge_size and min_pixels must be at least 1".into();
+        return Err(PictureFault::Shape { width, height, reason });
+    }
     check_pixels(new_height, new_width)?;
     Ok((new_height as usize, new_width as usize))
 }
