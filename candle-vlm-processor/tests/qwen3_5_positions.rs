@@ -16,8 +16,17 @@ fn grids(tensors: &Tensors, name: &str) -> Vec<[usize; 3]> {
     tensors.i64(name).chunks_exact(3).map(|grid| [0, 1, 2].map(|axis| grid[axis] as usize)).collect()
 }
 
-/// Rows of a golden's tokens: types, documents and expected positions.
-fn rows(golden: &Tensors) -> Vec<(Vec<u8>, Vec<i64>, [Vec<i64>; 3])> {
+/// A row of tokens and where they have to stand.
+#[derive(Clone, Debug, Default)]
+struct Row {
+    types: Vec<u8>,
+    documents: Vec<i64>,
+    grids: Vec<[usize; 3]>,
+    positions: [Vec<i64>; 3],
+}
+
+/// The rows of a golden, with the grids of their pictures.
+fn rows(golden: &Tensors) -> Vec<Row> {
     let shape = golden.shape("input.mm_token_type_ids");
     let (batch, len) = (shape[0], shape[1]);
     let has = |name: &str| golden.names().iter().any(|n| n == name);
@@ -28,29 +37,30 @@ fn rows(golden: &Tensors) -> Vec<(Vec<u8>, Vec<i64>, [Vec<i64>; 3])> {
         (_, true) => golden.i64("input.attention_mask").iter().map(|mask| mask - 1).collect(),
         _ => vec![0; batch * len],
     };
+    let mut left = if has("input.image_grid_thw") { grids(golden, "input.image_grid_thw") } else { vec![] };
     let row = |n: usize| {
         let tokens = n * len..(n + 1) * len;
         let axis = |axis: usize| positions[(axis * batch + n) * len..][..len].to_vec();
-        let types = types[tokens.clone()].iter().map(|&t| t as u8).collect();
-        (types, documents[tokens].to_vec(), [0, 1, 2].map(axis))
+        let types: Vec<u8> = types[tokens.clone()].iter().map(|&t| t as u8).collect();
+        let documents = documents[tokens].to_vec();
+        let pictures = image_runs(&types, &documents).unwrap().len();
+        let grids = left.drain(..pictures).collect();
+        Row { types, documents, grids, positions: [0, 1, 2].map(axis) }
     };
-    (0..batch).map(row).collect()
+    let rows = (0..batch).map(row).collect();
+    assert!(left.is_empty(), "{left:?}");
+    rows
 }
 
 #[test]
 fn positions_equal_those_of_transformers() {
     let mut pictures = 0;
     for name in ["case1_text", "case2_images", "case3_padded", "case4_packed", "case6_chat"] {
-        let golden = case(name);
-        let all = if name == "case1_text" { vec![] } else { grids(&golden, "input.image_grid_thw") };
-        let mut left = &all[..];
-        for (types, documents, expected) in rows(&golden) {
-            let (these, rest) = left.split_at(image_runs(&types, &documents).unwrap().len());
-            assert_eq!(mrope_positions(&types, &documents, these, 2).unwrap(), expected, "{name}");
-            pictures += these.len();
-            left = rest;
+        for row in rows(&case(name)) {
+            let positions = mrope_positions(&row.types, &row.documents, &row.grids, 2).unwrap();
+            assert_eq!(positions, row.positions, "{name}");
+            pictures += row.grids.len();
         }
-        assert!(left.is_empty(), "{name}");
     }
     assert_eq!(pictures, 8);
 }
@@ -91,9 +101,8 @@ fn document() -> impl Strategy<Value = Vec<Segment>> {
 }
 
 /// What a row's tokens are and where they stand, token by token; every position is found from those before.
-fn slow(row: &[Vec<Segment>], merge: usize) -> (Vec<u8>, Vec<i64>, Vec<[usize; 3]>, [Vec<i64>; 3]) {
-    let (mut types, mut documents, mut grids) = (vec![], vec![], vec![]);
-    let mut positions = [vec![], vec![], vec![]];
+fn slow(row: &[Vec<Segment>], merge: usize) -> Row {
+    let Row { mut types, mut documents, mut grids, mut positions } = Row::default();
     for (id, segments) in row.iter().enumerate() {
         let begin = types.len();
         for segment in segments {
@@ -114,7 +123,7 @@ fn slow(row: &[Vec<Segment>], merge: usize) -> (Vec<u8>, Vec<i64>, Vec<[usize; 3
             }
         }
     }
-    (types, documents, grids, positions)
+    Row { types, documents, grids, positions }
 }
 
 proptest! {
@@ -126,7 +135,7 @@ proptest! {
     fn positions_of_packed_rows_equal_the_rule(
         row in prop::collection::vec(document(), 0..5), merge in 1usize..4, padding in 0usize..4,
     ) {
-        let (mut types, mut documents, grids, mut expected) = slow(&row, merge);
+        let Row { mut types, mut documents, grids, positions: mut expected } = slow(&row, merge);
         types.resize(types.len() + padding, 1); // what stands in padding does not count
         documents.resize(types.len(), -1);
         expected.iter_mut().for_each(|axis| axis.resize(types.len(), 0));
