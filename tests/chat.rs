@@ -7,13 +7,13 @@ use candle_cp::LayoutKind;
 use candle_cp_examples::case::{Case, Tensors, read_tensors};
 use candle_cp_examples::compare::compare_case;
 use candle_cp_examples::model::{Checkpoint, Settings};
-use candle_vlm_processor::{Gemma4Processor, Gemma4Sample, Message, PictureSource, Request};
+use candle_vlm_processor::{ChatSample, Gemma4Processor, Message, PictureSource, Request};
 
 fn fixture(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(path)
 }
 
-fn sample(chat: &serde_json::Value) -> Gemma4Sample {
+fn sample(chat: &serde_json::Value) -> ChatSample {
     let messages = Message::list_from_json(&chat["messages"].to_string()).unwrap();
     let names = chat["images"].as_array().unwrap().iter();
     let images: Vec<_> = names.map(|name| PictureSource::from_text(name.as_str().unwrap())).collect();
@@ -23,7 +23,7 @@ fn sample(chat: &serde_json::Value) -> Gemma4Sample {
 }
 
 /// The golden case with every input made here, but for its labels.
-fn case(sample: &Gemma4Sample, golden: &Tensors) -> Case {
+fn case(sample: &ChatSample, golden: &Tensors) -> Case {
     let mut tensors = golden.clone();
     let tokens = sample.chat.ids.len();
     let mut put = |name: &str, x: candle_core::Result<Tensor>| tensors.insert(name.into(), x.unwrap());

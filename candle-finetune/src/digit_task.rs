@@ -9,7 +9,7 @@ use rand::Rng;
 use rand::seq::SliceRandom;
 
 use candle_gemma4::Config;
-use candle_vlm_processor::{Gemma4ImageSettings, Picture, TextTokenizer};
+use candle_vlm_processor::{Gemma4ImageSettings, ImageSettings, Picture, TextTokenizer};
 
 use crate::digit_words::DigitWords;
 use crate::digits::{Digit, Digits, SIDE};

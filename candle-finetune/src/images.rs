@@ -73,7 +73,7 @@ pub(crate) fn tensors(
 
 #[cfg(test)]
 mod tests {
-    use candle_vlm_processor::Picture;
+    use candle_vlm_processor::{ImageSettings, Picture};
 
     use super::*;
     use crate::small_model;

@@ -253,6 +253,8 @@ fn part_index(part: Part) -> i64 {
 
 #[cfg(test)]
 mod tests {
+    use candle_vlm_processor::ImageSettings;
+
     use super::*;
     use crate::small_model;
 

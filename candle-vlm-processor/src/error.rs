@@ -135,7 +135,8 @@ pub enum Error {
     /// The soft tokens of a picture end behind the longest sequence allowed.
     #[error(
         "picture {index} ({name}) takes {soft_tokens} soft tokens and ends at token {end}, but the sequence may have \
-         {max_tokens}; the whole sample has {total}: raise the limit, drop a picture, or lower max_soft_tokens"
+         {max_tokens}; the whole sample has {total}: raise the limit, drop a picture, or lower what the \
+         processor's files allow for one (max_soft_tokens, size.longest_edge)"
     )]
     PictureTooLong {
         /// Place among the pictures of the sample, from 1.
@@ -159,6 +160,51 @@ pub enum Error {
         total: usize,
         /// The limit.
         max_tokens: usize,
+    },
+
+    /// A grid of patches that no picture can have.
+    #[error("picture {index} has {} x {} x {} patches (time x height x width): {reason}", grid[0], grid[1], grid[2])]
+    Grid {
+        /// Place among the pictures, from 1.
+        index: usize,
+        /// Patches along time, height and width.
+        grid: [usize; 3],
+        /// What is allowed.
+        reason: String,
+    },
+
+    /// A run of image tokens has another length than its picture needs.
+    #[error(
+        "the image tokens {} to {} are {}, but picture {index} takes {expected}; every picture needs a run of its own: \
+         put a token between two pictures, and give their grids in order",
+        run.start, run.end - 1, run.len()
+    )]
+    ImageRun {
+        /// Place among the pictures, from 1.
+        index: usize,
+        /// Its tokens in the row.
+        run: std::ops::Range<usize>,
+        /// Tokens that its grid asks for.
+        expected: usize,
+    },
+
+    /// A row has another number of runs of image tokens than there are pictures.
+    #[error(
+        "{runs} run(s) of image tokens, but {grids} picture(s); give the grids of this row's pictures, and put a token \
+         between two pictures"
+    )]
+    ImageRuns {
+        /// Runs of image tokens.
+        runs: usize,
+        /// Grids given.
+        grids: usize,
+    },
+
+    /// Token types and documents of a row do not fit together, or positions cannot be told for them.
+    #[error("positions cannot be told: {reason}")]
+    Row {
+        /// What was found and what is allowed.
+        reason: String,
     },
 
     /// Something is wrong with a sample; its name is put before the reason.

@@ -1,7 +1,8 @@
 //! From chat messages and pictures to token ids and pixel patches, as Hugging Face's processors do it.
 //!
-//! A [`Gemma4Processor`] is read from a checkpoint folder in Hugging Face layout and turns one sample at a time into
-//! what the model takes: the same text, ids, token types, pixels and positions as transformers 5.24 with Pillow. What
+//! A [`Gemma4Processor`] or a [`Qwen3_5Processor`] is read from a checkpoint folder in Hugging Face layout and turns one
+//! sample at a time into what the model takes: the same text, ids, token types, pixels and positions as transformers
+//! 5.24 with Pillow. What
 //! differs on purpose is marked `DIFFERENCE` where it happens. No model, no tensor library, no network; only PNG and
 //! JPEG pictures; no video, no audio.
 //!
@@ -33,17 +34,23 @@
 //! # Ok::<(), candle_vlm_processor::Error>(())
 //! ```
 //!
-//! The parts can be used alone: [`Picture`] decodes, [`resize_bicubic`] resizes, [`Gemma4ImageSettings`] cuts patches,
-//! [`ChatTemplate`] renders, [`TextTokenizer`] encodes, and a [`ChatEncoder`] joins the last two. All but the Gemma 4
-//! types are the same for every model.
+//! The parts can be used alone: [`Picture`] decodes, [`resize_bicubic`] resizes, an [`ImageSettings`] cuts patches,
+//! [`ChatTemplate`] renders, [`TextTokenizer`] encodes, and a [`ChatEncoder`] joins the last two. A [`Processor`] joins all
+//! of them, for the image settings of one family. [`qwen3_5`] also has the positions that this family's model needs.
 
 mod answers;
 mod chat;
 mod error;
+mod fields;
 mod files;
 mod gemma4;
+mod image_settings;
 mod message;
+mod patches;
 mod picture;
+mod processor;
+pub mod qwen3_5;
+mod request;
 mod resize;
 mod template;
 mod tokenizer;
@@ -51,10 +58,15 @@ mod tokenizer;
 pub use answers::{Answer, AnswerFinder};
 pub use chat::{ChatEncoder, EncodedChat, Expansion};
 pub use error::{Error, PictureFault, Result};
-pub use gemma4::{Gemma4ImageSettings, Gemma4Processor, Gemma4Sample, ImagePatches, PatchLayout, Request};
+pub use gemma4::{Gemma4ImageSettings, Gemma4Processor, PatchLayout};
+pub use image_settings::{ImageSettings, ImageTokens};
 pub use message::{Message, Part};
 pub use minijinja::Value as TemplateValue;
+pub use patches::ImagePatches;
 pub use picture::{Picture, PictureLimits, PictureSource};
+pub use processor::{ChatSample, Processor};
+pub use qwen3_5::{Qwen3_5ImageSettings, Qwen3_5Processor};
+pub use request::Request;
 pub use resize::resize_bicubic;
 pub use template::{ChatTemplate, Rendered, TemplateInputs};
 pub use tokenizer::{TextTokenizer, TextTokens};

@@ -2,7 +2,9 @@
 
 mod support;
 
-use candle_vlm_processor::{Error, Gemma4ImageSettings, PatchLayout, Picture, PictureFault, PictureLimits};
+use candle_vlm_processor::{
+    Error, Gemma4ImageSettings, ImageSettings, PatchLayout, Picture, PictureFault, PictureLimits,
+};
 use serde_json::{Value, json};
 use support::{Tensors, data, fixture};
 

@@ -7,8 +7,8 @@ use std::fs;
 use std::path::Path;
 
 use candle_vlm_processor::{
-    AnswerFinder, ChatEncoder, ChatTemplate, Error, Gemma4ImageSettings, Gemma4Processor, Message, PatchLayout,
-    Picture, PictureLimits, PictureSource, Request, TemplateInputs, TextTokenizer,
+    AnswerFinder, ChatEncoder, ChatTemplate, Error, Gemma4ImageSettings, Gemma4Processor, ImageSettings, Message,
+    PatchLayout, Picture, PictureLimits, PictureSource, Request, TemplateInputs, TextTokenizer,
 };
 use support::fixture;
 
@@ -246,7 +246,7 @@ fn samples_whose_pictures_do_not_fit() {
         "line 7: picture 1 (wide.png) takes ",
         " soft tokens and ends at token ",
         "the sequence may have 9",
-        "raise the limit, drop a picture, or lower max_soft_tokens",
+        "raise the limit, drop a picture, or lower what the processor's files allow",
     ];
     holds(&fault(one, &[wide], Some(9)), &parts);
     let text = r#"[{"role": "user", "content": "A long story."}]"#;

@@ -7,8 +7,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_vlm_processor::{
-    AnswerFinder, ChatEncoder, ChatTemplate, Error, Gemma4ImageSettings, Gemma4Processor, Message, TemplateInputs,
-    TextTokenizer,
+    AnswerFinder, ChatEncoder, ChatTemplate, Error, Gemma4ImageSettings, Gemma4Processor, ImageSettings, Message,
+    Picture, PictureFault, Qwen3_5ImageSettings, Qwen3_5Processor, TemplateInputs, TextTokenizer,
 };
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
@@ -490,6 +490,97 @@ proptest! {
             Err(other) => return Err(TestCaseError::fail(other.to_string())),
         }
     }
+}
+
+/// The same for the other family.
+const QWEN_FILES: [&str; 4] =
+    ["tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "chat_template.jinja"];
+
+const QWEN_FIELDS: [&str; 16] = [
+    "patch_size",
+    "temporal_patch_size",
+    "merge_size",
+    "min_pixels",
+    "max_pixels",
+    "size",
+    "rescale_factor",
+    "do_rescale",
+    "do_normalize",
+    "do_resize",
+    "do_convert_rgb",
+    "do_center_crop",
+    "image_mean",
+    "image_std",
+    "resample",
+    "image_processor_type",
+];
+
+proptest! {
+    #![proptest_config(config(150))]
+
+    #[test]
+    fn damaged_files_of_a_qwen_checkpoint(which in 1usize..4, changes in changes()) {
+        let dir = tempfile::tempdir().unwrap();
+        for (n, name) in QWEN_FILES.iter().enumerate() {
+            let bytes = fs::read(fixture("qwen3_5-dense/checkpoint").join(name)).unwrap();
+            let bytes = if n == which { changed(&bytes, &changes) } else { bytes };
+            fs::write(dir.path().join(name), bytes).unwrap();
+        }
+        let messages = [Message::text("user", "Hi"), Message::text("assistant", "Yes.")];
+        let loaded = Qwen3_5Processor::from_folder(dir.path()).and_then(|p| encode(p.chat(), &messages));
+        if let Err(error) = loaded {
+            prop_assert!(!error.to_string().is_empty());
+        }
+    }
+
+    #[test]
+    fn qwen_settings_of_any_type(
+        field in select(&QWEN_FIELDS[..]), value in value(), edge in value(),
+        (width, height) in (1usize..300, 1usize..300),
+    ) {
+        let value = if field == "size" { serde_json::json!({"shortest_edge": 64, "longest_edge": edge}) } else { value };
+        let file = serde_json::json!({"image_processor": {"max_pixels": 90_000, field: value}});
+        let dir = with_file(&[], "processor_config.json", file.to_string().as_bytes());
+        match Qwen3_5ImageSettings::from_folder(dir.path()) {
+            Ok(settings) => prop_assert!(settings.resized(height, width).is_ok() || settings.min_pixels > 90_000
+                || height.max(width) > 200 * height.min(width)),
+            Err(Error::Setting { field: told, .. }) => prop_assert!(told.starts_with("image_processor.")),
+            Err(other) => return Err(TestCaseError::fail(other.to_string())),
+        }
+    }
+
+    #[test]
+    fn any_size_is_resized_or_refused(
+        (height, width) in (side(), side()), (patch_size, merge_size) in (0usize..1100, 0usize..70),
+        (min_pixels, max_pixels) in (side(), side()),
+    ) {
+        let settings = Qwen3_5ImageSettings {
+            patch_size, temporal_patch_size: 2, merge_size, min_pixels, max_pixels, rescale_factor: 1.0, normalize: None,
+        };
+        if settings.check().is_err() {
+            let blank = Picture::from_rgb(8, 8, vec![9; 192]).unwrap();
+            let _ = (settings.resized(height, width), settings.patches_as_is(&blank)); // no panic, whatever comes
+            return Ok(());
+        }
+        match settings.resized(height, width) {
+            Ok((new_height, new_width)) => {
+                let side = settings.soft_token_side();
+                prop_assert!(new_height > 0 && new_width > 0 && new_height % side == 0 && new_width % side == 0);
+                prop_assert!(settings.soft_tokens(height, width).unwrap() == new_height / side * (new_width / side));
+                if new_height * new_width < 100_000 && height < 1000 && width < 1000 {
+                    let picture = Picture::from_rgb(width, height, vec![9; width * height * 3]).unwrap();
+                    prop_assert_eq!(settings.patches(&picture).unwrap().resized, (new_height, new_width));
+                }
+            }
+            Err(PictureFault::Shape { reason, .. }) => prop_assert!(!reason.is_empty()),
+            Err(other) => return Err(TestCaseError::fail(other.to_string())),
+        }
+    }
+}
+
+/// A number of pixels: small, or anything.
+fn side() -> impl Strategy<Value = usize> {
+    prop_oneof![4 => 0usize..600, 2 => 0usize..100_000, 1 => any::<usize>()]
 }
 
 proptest! {

@@ -3,10 +3,16 @@
 use std::fmt::Display;
 use std::path::Path;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
-use crate::error::{Error, Result};
+use super::size;
+use crate::error::{Error, PictureFault, Result};
+use crate::fields::Fields;
 use crate::files;
+use crate::image_settings::{ImageSettings, ImageTokens, check_not_empty, check_sides};
+use crate::patches::ImagePatches;
+use crate::picture::Picture;
+use crate::tokenizer::TextTokenizer;
 
 /// Which patches the model takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,8 +43,6 @@ pub struct Gemma4ImageSettings {
 
 /// The budgets that transformers allows.
 const SOFT_TOKENS: [u64; 5] = [70, 140, 280, 560, 1120];
-/// Pillow's number for bicubic.
-const BICUBIC: u64 = 3;
 
 impl Gemma4ImageSettings {
     /// Reads the settings of a checkpoint folder: the section `image_processor` of `processor_config.json`, else
@@ -55,27 +59,11 @@ impl Gemma4ImageSettings {
             let config = files::json(folder, "config.json")?.unwrap_or_default();
             Ok(config["model_type"].as_str().is_some_and(|t| t.starts_with("gemma4_unified")))
         };
-        if let Some(config) = files::json(folder, "processor_config.json")?
-            && let Some(section) = config["image_processor"].as_object()
-        {
-            let class = config["processor_class"].as_str().map(str::to_owned);
-            return Fields { file: "processor_config.json", prefix: "image_processor.", values: section }
-                .settings(class.as_deref(), unified()?);
+        match Fields::of_images(folder)? {
+            Some(fields) => settings(&fields, unified()?),
+            None if unified()? => Self::from_unified_config(&files::json(folder, "config.json")?.unwrap_or_default()),
+            None => Err(Fields::missing(folder)),
         }
-        if let Some(config) = files::json(folder, "preprocessor_config.json")?
-            && let Some(values) = config.as_object()
-        {
-            let class = config["processor_class"].as_str();
-            return Fields { file: "preprocessor_config.json", prefix: "", values }.settings(class, unified()?);
-        }
-        if unified()? {
-            return Self::from_unified_config(&files::json(folder, "config.json")?.unwrap_or_default());
-        }
-        Err(Error::MissingFile {
-            folder: folder.into(),
-            files: vec!["processor_config.json with a section `image_processor`", "preprocessor_config.json"],
-            fix: "copy it from the released checkpoint",
-        })
     }
 
     /// The settings that a unified model's own configuration implies.
@@ -85,16 +73,18 @@ impl Gemma4ImageSettings {
         if let Some(soft) = config.get("vision_soft_tokens_per_image") {
             values.insert("max_soft_tokens".into(), soft.clone());
         }
-        Fields { file: "config.json", prefix: "vision_config.", values: &values }.settings(None, true)
+        let fields = Fields { file: "config.json", prefix: "vision_config.", values, processor_class: None };
+        settings(&fields, true)
     }
 
     /// Most patches of `patch_size` of a picture.
     pub fn max_patches(&self) -> usize {
         self.max_soft_tokens * self.pooling_kernel_size * self.pooling_kernel_size
     }
+}
 
-    /// Fails on values that do not fit together, so that settings made by hand are checked like those of files.
-    pub(super) fn check(&self) -> Result<()> {
+impl ImageSettings for Gemma4ImageSettings {
+    fn check(&self) -> Result<()> {
         let fault = |field: &str, value: &dyn Display, reason: &str| Error::Setting {
             file: "image settings".into(),
             field: field.into(),
@@ -112,101 +102,77 @@ impl Gemma4ImageSettings {
         }
         Ok(())
     }
+
+    fn tokens(&self, tokenizer: &TextTokenizer) -> Result<ImageTokens> {
+        let (image, image_id) = tokenizer.named_token("image_token")?;
+        Ok(ImageTokens {
+            image,
+            image_id,
+            begin: tokenizer.named_token("boi_token")?.0,
+            end: tokenizer.named_token("eoi_token")?.0,
+            video_id: tokenizer.id("<|video|>"), // fixed in transformers as well, no file names it
+            audio_id: tokenizer.named_token("audio_token").ok().map(|(_, id)| id),
+        })
+    }
+
+    fn soft_token_side(&self) -> usize {
+        self.patch_size * self.pooling_kernel_size
+    }
+
+    fn padded_patches(&self) -> Option<usize> {
+        Some(match self.layout {
+            PatchLayout::Tower => self.max_patches(),
+            PatchLayout::Merged => self.max_soft_tokens,
+        })
+    }
+
+    fn resized(&self, height: usize, width: usize) -> Result<(usize, usize), PictureFault> {
+        check_not_empty(height, width)?;
+        size::resized(height, width, self)
+    }
+
+    fn patches_as_is(&self, picture: &Picture) -> Result<ImagePatches, PictureFault> {
+        check_sides(picture, self.soft_token_side(), "patch_size x pooling_kernel_size")?;
+        let (height, width) = (picture.height(), picture.width());
+        if (height / self.patch_size) * (width / self.patch_size) > self.max_patches() {
+            let reason = format!("at most {} patches are allowed", self.max_patches());
+            return Err(PictureFault::Shape { width, height, reason });
+        }
+        Ok(self.cut(picture))
+    }
 }
 
-/// One JSON object of settings and where it stands.
-struct Fields<'a> {
-    file: &'a str,
-    prefix: &'a str,
-    values: &'a Map<String, Value>,
+fn settings(fields: &Fields, unified_model: bool) -> Result<Gemma4ImageSettings> {
+    let layout = layout(fields, unified_model)?;
+    fields.needs(&["do_resize", "do_rescale", "do_convert_rgb"])?;
+    fields.needs_bicubic()?;
+    let normalize = match fields.flag("do_normalize")?.unwrap_or(false) {
+        true => Some(fields.mean_and_std([0.0; 3], [1.0; 3])?),
+        false => None,
+    };
+    let settings = Gemma4ImageSettings {
+        patch_size: fields.number("patch_size")?.unwrap_or(16) as usize,
+        pooling_kernel_size: fields.number("pooling_kernel_size")?.unwrap_or(3) as usize,
+        max_soft_tokens: fields.number("max_soft_tokens")?.unwrap_or(280) as usize,
+        rescale_factor: fields.rescale_factor()?,
+        normalize,
+        layout,
+    };
+    settings.check().map_err(|fault| fields.located(fault))?;
+    Ok(settings)
 }
 
-impl Fields<'_> {
-    fn settings(&self, processor_class: Option<&str>, unified_model: bool) -> Result<Gemma4ImageSettings> {
-        let layout = self.layout(processor_class, unified_model)?;
-        for (field, needed) in [("do_resize", true), ("do_rescale", true), ("do_convert_rgb", true)] {
-            if self.flag(field)?.unwrap_or(needed) != needed {
-                return Err(self.fault(field, "only true is supported"));
-            }
-        }
-        if self.number("resample")?.unwrap_or(BICUBIC) != BICUBIC {
-            return Err(self.fault("resample", "only 3 (bicubic) is supported"));
-        }
-        let normalize = match self.flag("do_normalize")?.unwrap_or(false) {
-            true => Some((self.channels("image_mean", 0.0)?, self.channels("image_std", 1.0)?)),
-            false => None,
-        };
-        if normalize.is_some_and(|(_, std)| std.contains(&0.0)) {
-            return Err(self.fault("image_std", "must not be 0"));
-        }
-        let rescale_factor = match self.values.get("rescale_factor").filter(|v| !v.is_null()) {
-            None => 1.0 / 255.0,
-            Some(value) => value.as_f64().ok_or_else(|| self.fault("rescale_factor", "must be a number"))?,
-        };
-        let settings = Gemma4ImageSettings {
-            patch_size: self.number("patch_size")?.unwrap_or(16) as usize,
-            pooling_kernel_size: self.number("pooling_kernel_size")?.unwrap_or(3) as usize,
-            max_soft_tokens: self.number("max_soft_tokens")?.unwrap_or(280) as usize,
-            rescale_factor,
-            normalize,
-            layout,
-        };
-        settings.check().map_err(|fault| match fault {
-            Error::Setting { field, reason, .. } => self.fault(&field, &reason),
-            other => other,
-        })?;
-        Ok(settings)
-    }
-
-    /// The class of the image processor decides, else that of the processor, else the model.
-    fn layout(&self, processor_class: Option<&str>, unified_model: bool) -> Result<PatchLayout> {
-        let class = self.values.get("image_processor_type").and_then(Value::as_str);
-        match class.or(processor_class) {
-            Some(name) if name.starts_with("Gemma4Unified") => Ok(PatchLayout::Merged),
-            Some(name) if name.starts_with("Gemma4") => Ok(PatchLayout::Tower),
-            None if unified_model => Ok(PatchLayout::Merged),
-            None => Ok(PatchLayout::Tower),
-            Some(_) => Err(self.fault(
-                if class.is_some() { "image_processor_type" } else { "processor_class" },
-                "only Gemma 4's processors are supported here (Gemma4ImageProcessor, Gemma4UnifiedImageProcessor)",
-            )),
-        }
-    }
-
-    fn fault(&self, field: &str, reason: &str) -> Error {
-        Error::Setting {
-            file: self.file.into(),
-            field: format!("{}{field}", self.prefix),
-            value: self.values.get(field).unwrap_or(&Value::Null).to_string(),
-            reason: reason.into(),
-        }
-    }
-
-    fn flag(&self, field: &str) -> Result<Option<bool>> {
-        match self.values.get(field) {
-            None | Some(Value::Null) => Ok(None),
-            Some(Value::Bool(flag)) => Ok(Some(*flag)),
-            Some(_) => Err(self.fault(field, "must be true or false")),
-        }
-    }
-
-    fn number(&self, field: &str) -> Result<Option<u64>> {
-        match self.values.get(field) {
-            None | Some(Value::Null) => Ok(None),
-            Some(value) => {
-                value.as_u64().map(Some).ok_or_else(|| self.fault(field, "must be a whole number, not negative"))
-            }
-        }
-    }
-
-    fn channels(&self, field: &str, absent: f32) -> Result<[f32; 3]> {
-        let Some(value) = self.values.get(field).filter(|v| !v.is_null()) else {
-            return Ok([absent; 3]);
-        };
-        let numbers: Option<Vec<f32>> =
-            value.as_array().map(|list| list.iter().filter_map(Value::as_f64).map(|x| x as f32).collect());
-        numbers
-            .and_then(|list| <[f32; 3]>::try_from(list).ok())
-            .ok_or_else(|| self.fault(field, "must be a list of three numbers"))
+/// The class of the image processor decides, else that of the processor, else the model.
+fn layout(fields: &Fields, unified_model: bool) -> Result<PatchLayout> {
+    let class = fields.values.get("image_processor_type").and_then(Value::as_str);
+    match class.or(fields.processor_class.as_deref()) {
+        Some(name) if name.starts_with("Gemma4Unified") => Ok(PatchLayout::Merged),
+        Some(name) if name.starts_with("Gemma4") => Ok(PatchLayout::Tower),
+        None if unified_model => Ok(PatchLayout::Merged),
+        None => Ok(PatchLayout::Tower),
+        Some(_) => Err(fields.fault(
+            if class.is_some() { "image_processor_type" } else { "processor_class" },
+            "only Gemma 4's processors are supported here (Gemma4ImageProcessor, Gemma4UnifiedImageProcessor)",
+        )),
     }
 }

@@ -3,71 +3,26 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use super::patches::ImagePatches;
-use super::settings::Gemma4ImageSettings;
 use crate::chat::{ChatEncoder, EncodedChat, check_placeholders};
 use crate::error::{Error, PictureFault, Result};
-use crate::message::Message;
+use crate::image_settings::{ImageSettings, ImageTokens};
+use crate::patches::ImagePatches;
 use crate::picture::{Picture, PictureLimits, PictureSource};
-use crate::template::TemplateInputs;
+use crate::request::Request;
 
-/// Gemma 4's processor: from messages and pictures to token ids and patches. Nothing in it changes when it is used, so
-/// threads can share it.
+/// A checkpoint's processor: from messages and pictures to token ids and patches. Nothing in it changes when it is used,
+/// so threads can share it. `S` is the family's image settings, or `Box<dyn ImageSettings>` for any family.
 #[derive(Debug)]
-pub struct Gemma4Processor {
+pub struct Processor<S> {
     chat: ChatEncoder,
-    settings: Gemma4ImageSettings,
+    settings: S,
     limits: PictureLimits,
-    tokens: Tokens,
-}
-
-/// The tokens around and for pictures.
-#[derive(Debug)]
-struct Tokens {
-    image: String,
-    begin: String,
-    end: String,
-    image_id: u32,
-    video_id: Option<u32>,
-    audio_id: Option<u32>,
-}
-
-/// One sample. Only messages are needed.
-#[derive(Clone, Debug)]
-pub struct Request<'a> {
-    /// Name of the sample for errors, such as `train.jsonl line 7`.
-    pub name: &'a str,
-    /// The chat.
-    pub messages: &'a [Message],
-    /// Pictures for the image parts that name none, in order.
-    pub images: &'a [PictureSource],
-    /// The folder where relative paths of pictures start; empty: the current one.
-    pub folder: &'a Path,
-    /// What else the chat template gets.
-    pub template: TemplateInputs,
-    /// Most tokens that the sample may have.
-    pub max_tokens: Option<usize>,
-}
-
-impl<'a> Request<'a> {
-    /// A request with nothing but messages.
-    pub fn new(name: &'a str, messages: &'a [Message]) -> Self {
-        let (images, folder, template) = (&[][..], Path::new(""), TemplateInputs::default());
-        Self { name, messages, images, folder, template, max_tokens: None }
-    }
-
-    /// The pictures of the sample in the order of its image parts.
-    ///
-    /// # Errors
-    /// `images` has another number of pictures than there are image parts that name none.
-    pub fn pictures(&self) -> Result<Vec<PictureSource>> {
-        Ok(sources(self)?.into_iter().cloned().collect())
-    }
+    tokens: ImageTokens,
 }
 
 /// A sample, ready for the model.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Gemma4Sample {
+pub struct ChatSample {
     /// Text, token ids, and the way between them.
     pub chat: EncodedChat,
     /// Per token: 0 text, 1 image, 2 video, 3 audio.
@@ -76,7 +31,7 @@ pub struct Gemma4Sample {
     pub soft_tokens: Vec<usize>,
     /// Height and width of each picture after resizing, in pixels.
     pub resized: Vec<(usize, usize)>,
-    /// The patches of each picture; empty after [`Gemma4Processor::check`].
+    /// The patches of each picture; empty after [`Processor::check`].
     pub images: Vec<ImagePatches>,
 }
 
@@ -86,31 +41,14 @@ struct Loaded {
     picture: Arc<Picture>,
 }
 
-impl Gemma4Processor {
-    /// Reads template, tokenizer and image settings of a checkpoint folder.
-    ///
-    /// # Errors
-    /// A file is absent or broken, a setting is not supported, or a token is not named.
-    pub fn from_folder(folder: &Path) -> Result<Self> {
-        Self::new(ChatEncoder::from_folder(folder)?, Gemma4ImageSettings::from_folder(folder)?)
-    }
-
+impl<S: ImageSettings> Processor<S> {
     /// From parts that were made by hand.
     ///
     /// # Errors
     /// Settings that do not fit together; a token is not named.
-    pub fn new(chat: ChatEncoder, settings: Gemma4ImageSettings) -> Result<Self> {
+    pub fn new(chat: ChatEncoder, settings: S) -> Result<Self> {
         settings.check()?;
-        let tokenizer = chat.tokenizer();
-        let (image, image_id) = tokenizer.named_token("image_token")?;
-        let tokens = Tokens {
-            image,
-            begin: tokenizer.named_token("boi_token")?.0,
-            end: tokenizer.named_token("eoi_token")?.0,
-            image_id,
-            video_id: tokenizer.id("<|video|>"), // fixed in transformers as well, no file names it
-            audio_id: tokenizer.named_token("audio_token").ok().map(|(_, id)| id),
-        };
+        let tokens = settings.tokens(chat.tokenizer())?;
         Ok(Self { chat, settings, limits: PictureLimits::default(), tokens })
     }
 
@@ -125,7 +63,7 @@ impl Gemma4Processor {
     }
 
     /// How pictures are cut.
-    pub fn settings(&self) -> &Gemma4ImageSettings {
+    pub fn settings(&self) -> &S {
         &self.settings
     }
 
@@ -144,7 +82,7 @@ impl Gemma4Processor {
     /// # Errors
     /// Everything that is wrong with the sample, with its name and that of the picture: a picture that cannot be read
     /// or is too large, another number of placeholders than pictures, more tokens than allowed, a failing template.
-    pub fn process(&self, request: &Request<'_>) -> Result<Gemma4Sample> {
+    pub fn process(&self, request: &Request<'_>) -> Result<ChatSample> {
         let run = || {
             let (mut sample, pictures) = self.encode(request)?;
             sample.images = per_picture(&pictures, |picture| self.settings.patches(picture))?;
@@ -157,7 +95,7 @@ impl Gemma4Processor {
     ///
     /// # Errors
     /// As [`Self::process`].
-    pub fn check(&self, request: &Request<'_>) -> Result<Gemma4Sample> {
+    pub fn check(&self, request: &Request<'_>) -> Result<ChatSample> {
         self.encode(request).map(|(sample, _)| sample).map_err(|cause| cause.of_sample(request.name))
     }
 
@@ -173,22 +111,22 @@ impl Gemma4Processor {
         pictures.iter().enumerate().map(load).collect()
     }
 
-    fn encode(&self, request: &Request<'_>) -> Result<(Gemma4Sample, Vec<Loaded>)> {
-        let sources = sources(request)?;
+    fn encode(&self, request: &Request<'_>) -> Result<(ChatSample, Vec<Loaded>)> {
+        let sources = request.sources()?;
         let rendered = self.chat.render(request.messages, &request.template)?;
         check_placeholders(&rendered.text, &self.tokens.image, sources.len())?;
         let pictures = self.load(&sources, request.folder)?;
         let soft_tokens =
             per_picture(&pictures, |picture| self.settings.soft_tokens(picture.height(), picture.width()))?;
         let resized = per_picture(&pictures, |picture| self.settings.resized(picture.height(), picture.width()))?;
-        let Tokens { image, begin, end, .. } = &self.tokens;
+        let ImageTokens { image, begin, end, .. } = &self.tokens;
         let replacements: Vec<_> = soft_tokens.iter().map(|&n| format!("{begin}{}{end}", image.repeat(n))).collect();
         let chat = self.chat.encode(rendered, image, &replacements)?;
         if let Some(max_tokens) = request.max_tokens {
             check_length(&chat, max_tokens, &soft_tokens, &pictures)?;
         }
         let token_types = chat.ids.iter().map(|&id| self.token_type(id)).collect();
-        Ok((Gemma4Sample { chat, token_types, soft_tokens, resized, images: Vec::new() }, pictures))
+        Ok((ChatSample { chat, token_types, soft_tokens, resized, images: Vec::new() }, pictures))
     }
 
     fn load(&self, sources: &[&PictureSource], folder: &Path) -> Result<Vec<Loaded>> {
@@ -210,17 +148,6 @@ impl Gemma4Processor {
             _ => 0,
         }
     }
-}
-
-/// The pictures of a sample in the order of its image parts.
-fn sources<'a>(request: &Request<'a>) -> Result<Vec<&'a PictureSource>> {
-    let parts = || request.messages.iter().flat_map(Message::pictures);
-    let unnamed = parts().filter(|source| source.is_none()).count();
-    if unnamed != request.images.len() {
-        return Err(Error::PictureList { parts: unnamed, pictures: request.images.len() });
-    }
-    let mut list = request.images.iter();
-    Ok(parts().filter_map(|source| source.as_ref().or_else(|| list.next())).collect())
 }
 
 /// Does something with each picture; a fault gets the picture's name.
