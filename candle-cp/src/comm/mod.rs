@@ -145,6 +145,10 @@ pub trait Communicator: Send + Sync + Debug {
     /// Counters since the start.
     fn stats(&self) -> CommStats;
 
+    /// Ends the group for a failure of this rank: `reason` is told to the peers as far as the backend can, and their waits
+    /// end. A rank thread that returns an error does so anyway. By default nothing happens: there is nobody to tell.
+    fn abort(&self, _reason: &str) {}
+
     /// Slices of all ranks, in rank order; they may differ in size along `dim` only.
     ///
     /// # Errors

@@ -174,6 +174,10 @@ impl Communicator for ThreadRank {
     fn stats(&self) -> CommStats {
         self.counters.snapshot()
     }
+
+    fn abort(&self, reason: &str) {
+        self.world.fail(self.rank, reason.to_string());
+    }
 }
 
 struct ThreadPending {
