@@ -81,18 +81,17 @@ impl Ranks {
         result.map_err(|error| self.end(error))
     }
 
-    /// Tells the other processes that this one has failed, and gives the error with its rank.
+    /// Tells the other processes that this one has failed, if it is the first, and gives the error with its rank.
     fn end(&self, error: Error) -> Error {
         let Self::Process { comm, .. } = self else { return error };
+        if let Some((peer, message)) = comm.peer_failure() {
+            let (rank, operation) = (comm.rank(), "training".to_string());
+            return Error::Cp(CpError::PeerFailed { rank, operation, peer, message });
+        }
+        comm.abort(&error.to_string());
         match error {
-            Error::Cp(echo) if echo.is_peer_failure() => Error::Cp(echo),
-            error => {
-                comm.abort(&error.to_string());
-                match error {
-                    Error::Cp(failed @ CpError::RankFailed { .. }) => Error::Cp(failed),
-                    error => self.failed(error.into()),
-                }
-            }
+            Error::Cp(failed @ CpError::RankFailed { .. }) => Error::Cp(failed),
+            error => self.failed(error.into()),
         }
     }
 

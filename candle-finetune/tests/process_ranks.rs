@@ -17,14 +17,19 @@ const RANKS: usize = 3;
 const STEPS: usize = 6;
 const STOP_AFTER: usize = 3;
 
-fn config(dir: &TempDir, out: &str, changes: &[(&str, &str)]) -> Config {
-    let data = dir.path().join("data.jsonl");
+/// A folder with a data file.
+fn folder() -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
     let line = |i: usize| format!("{{\"prompt\": \"{}\", \"completion\": \"Say {i}.\"}}\n", "and on ".repeat(i % 4));
-    std::fs::write(&data, (0..10).map(line).collect::<String>()).unwrap();
+    std::fs::write(dir.path().join("data.jsonl"), (0..10).map(line).collect::<String>()).unwrap();
+    dir
+}
+
+fn config(dir: &TempDir, out: &str, changes: &[(&str, &str)]) -> Config {
     let mut config = Config {
         cp: RANKS,
         model: Some(Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/gemma4-dense/checkpoint")),
-        data: Some(data),
+        data: Some(dir.path().join("data.jsonl")),
         out: dir.path().join(out),
         steps: Some(STEPS),
         warmup: Some(1),
@@ -75,7 +80,7 @@ fn names(folder: &Path) -> Vec<PathBuf> {
 
 #[test]
 fn processes_train_as_threads_do_and_rank_0_alone_writes() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = folder();
     let changes =
         [("--validation-share", "0.2"), ("--validate-every", "3"), ("--save-every", "3"), ("--tensorboard", "true")];
     let whole = config(&dir, "threads", &changes);
@@ -99,7 +104,7 @@ fn processes_train_as_threads_do_and_rank_0_alone_writes() {
 
 #[test]
 fn a_stopped_run_goes_on_with_all_processes() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = folder();
     let whole = config(&dir, "whole", &[]);
     run(&whole, &|_, _| Ok(())).unwrap();
     let broken = config(&dir, "broken", &[]);
@@ -148,7 +153,7 @@ fn fails_on<T: std::fmt::Debug>(failing: usize, results: Vec<Result<T>>, told: &
 
 #[test]
 fn what_one_process_lacks_ends_all_before_anything_is_written() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = folder();
     let results = processes(|rank, ranks| {
         let mut config = config(&dir, "data", &[]);
         if rank == 2 {
@@ -173,7 +178,7 @@ fn what_one_process_lacks_ends_all_before_anything_is_written() {
 
 #[test]
 fn processes_that_are_set_up_for_something_else_are_named() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = folder();
     let other = dir.path().join("other.jsonl");
     std::fs::write(&other, "{\"prompt\": \"Another?\", \"completion\": \"Yes.\"}\n".repeat(10)).unwrap();
     for (flag, value, what) in [
@@ -202,7 +207,7 @@ fn processes_that_are_set_up_for_something_else_are_named() {
 
 #[test]
 fn a_process_that_fails_on_the_way_ends_all() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = folder();
     for (failing, panics) in [(0, false), (2, false), (1, true)] {
         let out = format!("out-{failing}");
         let results = processes(|_, ranks| {
