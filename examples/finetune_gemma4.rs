@@ -1,5 +1,8 @@
 //! Fine-tunes Gemma 4 on sequences that are shared by several ranks.
 //!
+//! Ranks are threads; on several GPUs they are processes, one for each, which torchrun or the like starts. Rank 0 writes
+//! files and talks.
+//!
 //! Without arguments a small random model learns to read handwritten digits. The last line on standard output is one
 //! JSON object; progress goes to standard error, and everything that a run leaves to `--out`. With `--inspect` nothing is
 //! trained: standard output tells what the data file holds.
@@ -13,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_cp::prepare_process;
 use candle_finetune::hub::{HubOptions, PullBar};
 use candle_finetune::{
-    Config, Control, Error, Inspection, Setting, inspect, layered_settings, resume, run_controlled, tell,
+    Config, Control, Error, Inspection, Launch, Setting, inspect, layered_settings, resume_on, run_on, tell,
 };
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
@@ -23,10 +26,12 @@ const INTERRUPTED: u8 = 130;
 fn main() -> ExitCode {
     let flags = command().get_matches();
     let mut stdout = std::io::stdout();
-    let told = settings(&flags).and_then(|config| {
+    let launch = Launch::from_vars(|name| std::env::var(name).ok());
+    let told = launch.and_then(|launch| {
+        let config = settings(&flags, &launch)?;
         // SAFETY: nothing has started a thread yet.
-        unsafe { prepare_process(config.cp) };
-        let (text, code) = finetune(config, &flags, stdout.is_terminal())?;
+        unsafe { prepare_process(launch.threads(&config)) };
+        let (text, code) = finetune(config, &flags, &launch, stdout.is_terminal())?;
         let unwritten = |cause| Error::Io { action: "write", path: "standard output".into(), cause };
         stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(unwritten)?;
         Ok(code)
@@ -59,12 +64,13 @@ fn command() -> Command {
         Arg::new(name).long(name).value_name(value).help(help).allow_negative_numbers(true)
     };
     Command::new("finetune_gemma4")
-        .about("Fine-tunes Gemma 4 on sequences that are shared by several ranks (threads)")
+        .about("Fine-tunes Gemma 4 on sequences that are shared by several ranks")
         .long_about(
-            "Fine-tunes Gemma 4 on sequences that are shared by several ranks (threads).\n\nWithout --model a small random \
-             model is trained from nothing to read handwritten digits. Settings may also stand in a TOML file, under the \
-             sections that head the flags here; flags overrule the file. A flag is also known by section and name, such \
-             as --train.steps.",
+            "Fine-tunes Gemma 4 on sequences that are shared by several ranks.\n\nWithout --model a small random model is \
+             trained from nothing to read handwritten digits. Ranks are threads; on several GPUs they are processes: \
+             torchrun --no-python --nproc-per-node 4 finetune_gemma4 --device cuda --cp 4. Settings may also stand in a \
+             TOML file, under the sections that head the flags here; flags overrule the file. A flag is also known by \
+             section and name, such as --train.steps.",
         )
         .arg(valued("config", "FILE.toml", "Settings file"))
         .arg(switch("resume", "Go on from the newest checkpoint in --out, with the settings of that run"))
@@ -81,19 +87,21 @@ fn command() -> Command {
 }
 
 /// Defaults, then the run that goes on, then the settings file, then flags.
-fn settings(flags: &ArgMatches) -> Result<Config, Error> {
+fn settings(flags: &ArgMatches, launch: &Launch) -> Result<Config, Error> {
     let text = |name: &str| flags.get_one::<String>(name).map(String::as_str);
     let given: Vec<(&str, &str)> =
         Config::SETTINGS.iter().filter_map(|setting| Some((setting.key, text(setting.key)?))).collect();
-    layered_settings(text("config").map(Path::new), &given, flags.get_flag("resume"))
+    layered_settings(text("config").map(Path::new), &given, flags.get_flag("resume"), launch)
 }
 
-/// Set by the first interrupt (Ctrl-C); the second one ends the process.
-fn stop_on_interrupt() -> Arc<AtomicBool> {
+/// Set by the first interrupt (Ctrl-C); the second one ends the process. Of several processes rank 0 decides; the others
+/// get its interrupt too, and only see to it that they are still there when it saves.
+fn stop_on_interrupt(tells: bool) -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
     let seen = stop.clone();
     let handler = move || match seen.swap(true, Ordering::Relaxed) {
         true => std::process::exit(i32::from(INTERRUPTED)),
+        false if !tells => {}
         false => tell("\nsaving after this step; once more ends at once, with what was saved before\n"),
     };
     if let Err(error) = ctrlc::set_handler(handler) {
@@ -103,30 +111,43 @@ fn stop_on_interrupt() -> Arc<AtomicBool> {
 }
 
 /// What standard output is told, and how the process ends.
-fn finetune(mut config: Config, flags: &ArgMatches, terminal: bool) -> Result<(String, ExitCode), Error> {
+fn finetune(
+    mut config: Config,
+    flags: &ArgMatches,
+    launch: &Launch,
+    terminal: bool,
+) -> Result<(String, ExitCode), Error> {
+    let (first, inspects) = (launch.is_first(), flags.get_flag("inspect"));
+    if !inspects {
+        launch.check(&config)?;
+    }
     let hub = HubOptions::from_vars(|name| std::env::var(name).ok());
-    let mut bar = PullBar::default();
-    config.resolve(&hub, &mut |event| bar.show(event))?;
-    if flags.get_flag("inspect") {
+    let mut bar = first.then(PullBar::default);
+    config.resolve(&hub, &mut |event| bar.iter_mut().for_each(|bar| bar.show(event)))?;
+    if inspects && !first {
+        return Ok((String::new(), ExitCode::SUCCESS));
+    }
+    if inspects {
         let text = |name: &str| flags.get_one::<String>(name).map(String::as_str);
         let inspection = Inspection::from_flags(text("inspect-line"), text("color"), terminal)?;
         return Ok((inspect(&config, &inspection)?, ExitCode::SUCCESS));
     }
-    let control = Control { observer: &|_rank, _report| Ok(()), stop: &stop_on_interrupt() };
+    let control = Control { observer: &|_rank, _report| Ok(()), stop: &stop_on_interrupt(first) };
+    let ranks = launch.ranks(&config)?;
     let summary = match flags.get_flag("resume") {
-        true => resume(&config, &control)?,
-        false => run_controlled(&config, &control)?,
+        true => resume_on(&config, &control, &ranks)?,
+        false => run_on(&config, &control, &ranks)?,
     };
+    let code = if summary.stopped { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS };
+    if !first {
+        return Ok((String::new(), code));
+    }
     if let Some(accuracy) = summary.accuracy {
         let percent = 100.0 * accuracy;
         tell(&format!("{percent:.1} % of the digits of held-out conversations read and repeated right\n"));
     }
-    let code = match summary.stopped {
-        true => {
-            tell(&format!("stopped after step {}: --resume --out {} goes on\n", summary.steps, summary.out));
-            ExitCode::from(INTERRUPTED)
-        }
-        false => ExitCode::SUCCESS,
-    };
+    if summary.stopped {
+        tell(&format!("stopped after step {}: --resume --out {} goes on\n", summary.steps, summary.out));
+    }
     Ok((format!("{}\n", summary.to_json()), code))
 }

@@ -13,8 +13,9 @@ pub enum ComputeDevice {
     /// The processor.
     #[default]
     Cpu,
-    /// An NVIDIA GPU, by its number.
-    Cuda(usize),
+    /// An NVIDIA GPU, by its number. Without one: that of the process's place on its machine if there is one process per
+    /// GPU, else the first.
+    Cuda(Option<usize>),
 }
 
 impl ComputeDevice {
@@ -28,7 +29,7 @@ impl ComputeDevice {
         match self {
             Self::Cpu => Ok(Device::Cpu),
             // Not `new_cuda`: its stream is another one in every thread.
-            Self::Cuda(number) => Device::new_cuda_with_stream(number)
+            Self::Cuda(number) => Device::new_cuda_with_stream(number.unwrap_or(0))
                 .map_err(|cause| Error::DeviceUnavailable { device: self.to_string(), cause: Box::new(cause) }),
         }
     }
@@ -50,7 +51,8 @@ impl fmt::Display for ComputeDevice {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
             Self::Cpu => f.write_str("cpu"),
-            Self::Cuda(number) => write!(f, "cuda:{number}"),
+            Self::Cuda(None) => f.write_str("cuda"),
+            Self::Cuda(Some(number)) => write!(f, "cuda:{number}"),
         }
     }
 }
@@ -63,8 +65,8 @@ impl FromStr for ComputeDevice {
         let number = |digits: &str| digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok())?;
         let found = match text.trim() {
             "cpu" => Some(Self::Cpu),
-            "cuda" => Some(Self::Cuda(0)),
-            other => other.strip_prefix("cuda:").and_then(number).map(Self::Cuda),
+            "cuda" => Some(Self::Cuda(None)),
+            other => other.strip_prefix("cuda:").and_then(number).map(|number| Self::Cuda(Some(number))),
         };
         found.ok_or_else(|| "cpu, cuda, or cuda:N with the number of a GPU, from 0".to_string())
     }
@@ -76,9 +78,11 @@ mod tests {
 
     #[test]
     fn names_are_read_and_written() {
-        for (text, device) in
-            [("cpu", ComputeDevice::Cpu), ("cuda", ComputeDevice::Cuda(0)), (" cuda:3 ", ComputeDevice::Cuda(3))]
-        {
+        for (text, device) in [
+            ("cpu", ComputeDevice::Cpu),
+            ("cuda", ComputeDevice::Cuda(None)),
+            (" cuda:3 ", ComputeDevice::Cuda(Some(3))),
+        ] {
             assert_eq!(text.parse(), Ok(device));
             assert_eq!(device.to_string().parse(), Ok(device));
         }
@@ -95,7 +99,7 @@ mod tests {
     /// Where there is a GPU, it opens.
     #[test]
     fn what_is_not_there_is_an_error_that_names_it() {
-        let error = match ComputeDevice::Cuda(63).open() {
+        let error = match ComputeDevice::Cuda(Some(63)).open() {
             Ok(_) => return,
             Err(error) => error,
         };

@@ -22,6 +22,27 @@ pub enum Error {
     #[error(transparent)]
     Cp(#[from] candle_cp::Error),
 
+    /// What was said about this process by whoever started it.
+    #[error(transparent)]
+    Launch(candle_cp::Error),
+
+    /// Processes that should train together are set up to train something else.
+    #[error(
+        "rank {rank}: {what} is {mine} here and {theirs} on rank {peer}; start all processes with the same settings and data"
+    )]
+    RanksDiffer {
+        /// What differs.
+        what: String,
+        /// This rank.
+        rank: usize,
+        /// What it is here.
+        mine: String,
+        /// The other rank.
+        peer: usize,
+        /// What it is there.
+        theirs: String,
+    },
+
     /// The model or its checkpoint.
     #[error(transparent)]
     Gemma(#[from] candle_gemma4::Error),
@@ -312,6 +333,8 @@ impl Error {
     pub fn is_usage(&self) -> bool {
         match self {
             Self::Flag { .. }
+            | Self::Launch(_)
+            | Self::RanksDiffer { .. }
             | Self::DeviceUnavailable { .. }
             | Self::UnknownFlag { .. }
             | Self::Settings { .. }

@@ -13,6 +13,11 @@ impl Job {
         let from =
             config.model.as_ref().map_or("from nothing".to_string(), |model| format!("from {}", model.display()));
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let device = match self.device().is_cpu() {
+            true => format!("CPU, {}; attention: {}", counted(threads, "thread"), instructions()),
+            false if config.cp > 1 => "NVIDIA GPU, one for each rank".to_string(),
+            false => "NVIDIA GPU".to_string(),
+        };
         let mut lines = vec![
             ("model", format!("Gemma 4, {} layers of width {}, {from}", text.num_hidden_layers, text.hidden_size)),
             ("data", self.data_summary(config)),
@@ -28,7 +33,7 @@ impl Job {
                     config.layout
                 ),
             ),
-            ("device", format!("CPU, {}; attention: {}", counted(threads, "thread"), instructions())),
+            ("device", device),
         ];
         lines.push(("settings", config.to_lines().join("\n")));
         lines

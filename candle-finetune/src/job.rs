@@ -60,21 +60,21 @@ impl Job {
     /// A setting, the checkpoint folder or the data cannot be used.
     pub fn prepare(config: &Config) -> Result<Self> {
         config.validate()?;
-        Self::read(config, model(config)?)
+        Self::read(config, model(config)?, None)
     }
 
     /// The same, after a look at the headers of the weights: what is wrong with them, with what is frozen or with where
     /// adapters go should be told before long work and before anything is written. `saved` is the checkpoint that the
-    /// run goes on from.
-    pub(crate) fn prepare_with_weights(config: &Config, saved: Option<&Path>) -> Result<Self> {
+    /// run goes on from; `device` is open already.
+    pub(crate) fn prepare_with_weights(config: &Config, saved: Option<&Path>, device: Option<&Device>) -> Result<Self> {
         config.validate()?;
         let model = model(config)?;
         check_weights(config, &model, saved)?;
-        Self::read(config, model)
+        Self::read(config, model, device)
     }
 
-    fn read(config: &Config, model: candle_gemma4::Config) -> Result<Self> {
-        let device = config.device.open()?;
+    fn read(config: &Config, model: candle_gemma4::Config, device: Option<&Device>) -> Result<Self> {
+        let device = device.map_or_else(|| config.device.open(), |device| Ok(device.clone()))?;
         let data = match (config.model_folder(), &config.data) {
             (Some(folder), Some(_)) => {
                 let encoder = Arc::new(Encoder::from_folder(folder, &model)?);

@@ -19,6 +19,7 @@ mod images;
 mod inspect;
 mod job;
 pub mod jsonl;
+mod launch;
 mod memory;
 mod metrics;
 mod names;
@@ -29,6 +30,7 @@ mod parquet;
 mod plan;
 pub mod plot;
 mod progress;
+mod ranks;
 mod recorder;
 mod report;
 mod run;
@@ -51,16 +53,18 @@ pub use evaluate::{Scores, evaluate};
 pub use gradients::Gradients;
 pub use inspect::{Inspection, inspect};
 pub use job::Job;
+pub use launch::Launch;
 pub use memory::Memory;
 pub use metrics::MetricsFile;
 pub use optimizer::{AdamW, AdamWConfig, Moments, StateFault};
 pub use packing::{Batch, Packer};
 pub use plan::{EpochPlan, Plan};
 pub use progress::{Progress, tell};
+pub use ranks::Ranks;
 pub use report::{History, StepReport, ValidationReport};
 pub use run::{
     ADAPTER_FOLDER, CHECKPOINT_FOLDER, Control, LOSS_CURVE_FILE, METRICS_FILE, SETTINGS_FILE, TENSORBOARD_FOLDER,
-    layered_settings, resume, resumed_settings, run, run_controlled,
+    layered_settings, resume, resume_on, resumed_settings, run, run_controlled, run_on,
 };
 pub use sample::{Part, Position, Sample, Source, Token};
 pub use schedule::{Schedule, ScheduleKind};

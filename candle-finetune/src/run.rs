@@ -10,13 +10,15 @@ use crate::closing::Closing;
 use crate::config::Config;
 use crate::error::{Error, Result, io};
 use crate::job::Job;
+use crate::launch::Launch;
 use crate::metrics::MetricsFile;
 use crate::progress::tell;
+use crate::ranks::Ranks;
 use crate::recorder::Recorder;
 use crate::report::History;
-use crate::saves::{CHECKPOINTS_FOLDER, Save, Saves};
+use crate::saves::{CHECKPOINTS_FOLDER, Latest, Save, Saves};
 use crate::summary::Summary;
-use crate::train::{Observer, train_watched};
+use crate::train::{Observed, Observer, Watcher, train_on};
 
 /// Name of the folder with the trained model, inside of `--out`.
 pub const CHECKPOINT_FOLDER: &str = "checkpoint";
@@ -54,27 +56,55 @@ pub fn run(config: &Config, observer: &Observer) -> Result<Summary> {
 /// # Errors
 /// As [`run`].
 pub fn run_controlled(config: &Config, control: &Control) -> Result<Summary> {
+    run_on(config, control, &Launch::alone().ranks(config)?)
+}
+
+/// As [`run_controlled`], on ranks that [`Launch::ranks`] gave. Of several processes all call it, with the same settings.
+/// Files and screen are left to that of rank 0, whose summary is the one of the whole run.
+///
+/// # Errors
+/// As [`run`]; or another process failed or was set up for something else. All of them end.
+pub fn run_on(config: &Config, control: &Control, ranks: &Ranks) -> Result<Summary> {
     let began = Instant::now();
-    let job = Job::prepare_with_weights(config, None)?;
-    job.check_outputs(config)?;
-    fs::create_dir_all(&config.out).map_err(io("create", &config.out))?;
-    let saves = open(config)?;
-    if let Some(last) = saves.list()?.last() {
-        let allowed = "a folder without checkpoints of an earlier run";
-        let fix = format!("go on from {} with --resume, or choose another name", last.display());
-        return Err(Error::flag("--out", config.out.display(), allowed, fix));
-    }
-    let metrics = MetricsFile::create(&config.out.join(METRICS_FILE))?;
-    let recorder = Recorder::start(config, &job, &saves, (metrics, History::default()), control)?;
-    finish(config, &job, None, recorder, began)
+    let job = prepare(config, None, ranks)?;
+    let saves = ranks.on_first(|| {
+        job.check_outputs(config)?;
+        fs::create_dir_all(&config.out).map_err(io("create", &config.out))?;
+        let saves = open(config)?;
+        if let Some(last) = saves.list()?.last() {
+            let allowed = "a folder without checkpoints of an earlier run";
+            let fix = format!("go on from {} with --resume, or choose another name", last.display());
+            return Err(Error::flag("--out", config.out.display(), allowed, fix));
+        }
+        Ok(saves)
+    })?;
+    let start = |saves| {
+        let metrics = MetricsFile::create(&config.out.join(METRICS_FILE))?;
+        Recorder::start(config, &job, saves, (metrics, History::default()), control)
+    };
+    let recorder = ranks.together(saves.as_ref().map(start).transpose())?;
+    Run { config, job: &job, from: None, control, ranks, began }.finish(recorder)
+}
+
+/// Everything that can be known before anything is written.
+fn prepare(config: &Config, saved: Option<&Save>, ranks: &Ranks) -> Result<Job> {
+    let job = ranks.check(config).and_then(|()| {
+        let job = Job::prepare_with_weights(config, saved.map(|save| save.folder.as_path()), ranks.device())?;
+        saved.map_or(Ok(()), |save| job.check_resumable(&save.state))?;
+        Ok(job)
+    });
+    let job = ranks.together(job)?;
+    ranks.agree(config, &job)?;
+    Ok(job)
 }
 
 /// Settings in layers: defaults, with `resume` those of the run that goes on, a settings file, and `flags` (names and
-/// values as [`Config::set`] takes them), each over the ones before. Which run goes on is `out.dir` of flags or file.
+/// values as [`Config::set`] takes them), each over the ones before. Which run goes on is `out.dir` of flags or file; only
+/// the process of rank 0 puts right what a kill may have left there.
 ///
 /// # Errors
 /// As [`Config::set_file`], [`Config::set`] and [`resumed_settings`].
-pub fn layered_settings(file: Option<&Path>, flags: &[(&str, &str)], resume: bool) -> Result<Config> {
+pub fn layered_settings(file: Option<&Path>, flags: &[(&str, &str)], resume: bool, launch: &Launch) -> Result<Config> {
     let given = |mut config: Config| {
         file.map_or(Ok(()), |file| config.set_file(file))?;
         flags.iter().try_for_each(|(name, value)| config.set(name, value))?;
@@ -82,7 +112,8 @@ pub fn layered_settings(file: Option<&Path>, flags: &[(&str, &str)], resume: boo
     };
     let config = given(Config::default())?;
     match resume {
-        true => given(resumed_settings(&config.out)?),
+        true if launch.is_first() => given(resumed_settings(&config.out)?),
+        true => given(last_settings(&config.out, Saves::peek(&config.out.join(CHECKPOINTS_FOLDER))?)?),
         false => Ok(config),
     }
 }
@@ -95,8 +126,11 @@ pub fn resumed_settings(out: &Path) -> Result<Config> {
     if !out.join(CHECKPOINTS_FOLDER).is_dir() {
         return Err(no_checkpoint(out));
     }
-    let saves = Saves::open(out.join(CHECKPOINTS_FOLDER), None)?;
-    let latest = saves.latest()?.ok_or_else(|| no_checkpoint(out))?;
+    last_settings(out, Saves::open(out.join(CHECKPOINTS_FOLDER), None)?.latest()?)
+}
+
+fn last_settings(out: &Path, latest: Option<Latest>) -> Result<Config> {
+    let latest = latest.ok_or_else(|| no_checkpoint(out))?;
     Ok(Config { out: out.to_path_buf(), ..settings(&latest.save)? })
 }
 
@@ -105,34 +139,89 @@ pub fn resumed_settings(out: &Path) -> Result<Config> {
 /// # Errors
 /// As [`run`]; there is no checkpoint; data or settings are not those that the checkpoint was written with.
 pub fn resume(config: &Config, control: &Control) -> Result<Summary> {
-    let began = Instant::now();
-    let saves = open(config)?;
-    let latest = saves.latest()?.ok_or_else(|| no_checkpoint(&config.out))?;
-    let Save { state, .. } = &latest.save;
-    let changes = config.changes_since(&settings(&latest.save)?)?;
-    let job = Job::prepare_with_weights(config, Some(&latest.save.folder))?;
-    job.check_resumable(state)?;
-    job.check_outputs(config)?;
-    let past = MetricsFile::resume(&config.out.join(METRICS_FILE), state.step)?;
-    let recorder = Recorder::start(config, &job, &saves, past, control)?;
-    latest.skipped.iter().for_each(|damaged| recorder.say(&damaged.to_string()));
-    changes.iter().for_each(|change| recorder.say(change));
-    recorder.say(&format!("goes on after step {} from {}", state.step, latest.save.folder.display()));
-    finish(config, &job, Some(&latest.save), recorder, began)
+    resume_on(config, control, &Launch::alone().ranks(config)?)
 }
 
-fn finish(config: &Config, job: &Job, from: Option<&Save>, recorder: Recorder, began: Instant) -> Result<Summary> {
-    fs::write(config.out.join(SETTINGS_FILE), config.to_toml()).map_err(io("write", config.out.join(SETTINGS_FILE)))?;
-    let trained = train_watched(job, config, from, &recorder);
-    // How a run came to fail can be seen in its curve; why it failed matters more than why there is none.
-    let history = recorder.finish();
-    let (trained, history) = (trained?, history?);
-    if !trained.stopped {
-        job.write_outputs(config, &trained.weights)?;
+/// As [`resume`], on ranks that [`Launch::ranks`] gave, see [`run_on`]. Every process reads the checkpoint, so that all
+/// machines have to see `config.out`.
+///
+/// # Errors
+/// As [`resume`] and [`run_on`].
+pub fn resume_on(config: &Config, control: &Control, ranks: &Ranks) -> Result<Summary> {
+    let began = Instant::now();
+    let opened = ranks.on_first(|| {
+        let saves = open(config)?;
+        let latest = saves.latest()?.ok_or_else(|| no_checkpoint(&config.out))?;
+        Ok((saves, latest))
+    })?;
+    let save = ranks.together(save_of_first(config, opened.as_ref().map(|(_, latest)| &latest.save), ranks))?;
+    let changes = ranks.together(settings(&save).and_then(|before| config.changes_since(&before)))?;
+    let job = prepare(config, Some(&save), ranks)?;
+    let recorder = opened.as_ref().map(|opened| go_on(config, &job, opened, &changes, control)).transpose();
+    let recorder = ranks.together(recorder)?;
+    Run { config, job: &job, from: Some(&save), control, ranks, began }.finish(recorder)
+}
+
+/// What rank 0 writes from here on.
+fn go_on<'a>(
+    config: &'a Config,
+    job: &'a Job,
+    (saves, latest): &'a (Saves, Latest),
+    changes: &[String],
+    control: &Control<'a>,
+) -> Result<Recorder<'a>> {
+    let Latest { save, skipped } = latest;
+    job.check_outputs(config)?;
+    let past = MetricsFile::resume(&config.out.join(METRICS_FILE), save.state.step)?;
+    let recorder = Recorder::start(config, job, saves, past, control)?;
+    skipped.iter().for_each(|damaged| recorder.say(&damaged.to_string()));
+    changes.iter().for_each(|change| recorder.say(change));
+    recorder.say(&format!("goes on after step {} from {}", save.state.step, save.folder.display()));
+    Ok(recorder)
+}
+
+/// The checkpoint that rank 0 goes on from.
+fn save_of_first(config: &Config, found: Option<&Save>, ranks: &Ranks) -> Result<Save> {
+    let name =
+        found.and_then(|save| save.folder.file_name()).map_or(String::new(), |name| name.to_string_lossy().into());
+    let name = ranks.text_of_first(&name)?;
+    found.map_or_else(|| Save::open(&config.out.join(CHECKPOINTS_FOLDER).join(name)), |save| Ok(save.clone()))
+}
+
+/// A run that is prepared.
+struct Run<'a> {
+    config: &'a Config,
+    job: &'a Job,
+    from: Option<&'a Save>,
+    control: &'a Control<'a>,
+    ranks: &'a Ranks,
+    began: Instant,
+}
+
+impl Run<'_> {
+    /// Trains and writes what is left behind; `recorder` is rank 0's.
+    fn finish(self, recorder: Option<Recorder>) -> Result<Summary> {
+        let Self { config, job, from, control, ranks, began } = self;
+        let settings = config.out.join(SETTINGS_FILE);
+        ranks.on_first(|| fs::write(&settings, config.to_toml()).map_err(io("write", &settings)))?;
+        let observed = Observed(control.observer);
+        let watcher = recorder.as_ref().map_or(&observed as &dyn Watcher, |recorder| recorder);
+        let trained = train_on(job, config, from, watcher, ranks);
+        // How a run came to fail can be seen in its curve; why it failed matters more than why there is none.
+        let history = recorder.map(Recorder::finish).transpose();
+        let trained = trained?;
+        let history = ranks.together(history)?;
+        if !trained.stopped {
+            ranks.on_first(|| job.write_outputs(config, &trained.weights))?;
+        }
+        // Other processes know what they saw.
+        let history = history.unwrap_or_else(|| History { steps: trained.reports.clone(), validations: Vec::new() });
+        let summary = Summary::new(job, config, &trained, &history, began.elapsed());
+        if ranks.is_first() {
+            tell(&closing(config, job, &summary, &history));
+        }
+        Ok(summary)
     }
-    let summary = Summary::new(job, config, &trained, &history, began.elapsed());
-    tell(&closing(config, job, &summary, &history));
-    Ok(summary)
 }
 
 /// What a person is told at the end.

@@ -106,12 +106,16 @@ impl Saves {
     /// # Errors
     /// There are checkpoints and all are damaged, or one is of another version.
     pub fn latest(&self) -> Result<Option<Latest>> {
-        let (saves, skipped) = self.scan()?;
-        match saves.into_iter().max_by_key(|save| save.serial) {
-            Some(save) => Ok(Some(Latest { save, skipped })),
-            None if skipped.is_empty() => Ok(None),
-            None => Err(SaveError::NoneWhole { folder: self.folder.clone(), damaged: skipped }.into()),
-        }
+        latest(&self.folder)
+    }
+
+    /// What [`Saves::latest`] would find, without opening the folder: another process may have it open. Nothing is changed,
+    /// so a replacement that a kill interrupted is not seen.
+    ///
+    /// # Errors
+    /// As [`Saves::latest`].
+    pub fn peek(folder: &Path) -> Result<Option<Latest>> {
+        if folder.is_dir() { latest(folder) } else { Ok(None) }
     }
 
     /// The checkpoint with the lowest validation loss; the earlier one of equals.
@@ -127,30 +131,11 @@ impl Saves {
     /// # Errors
     /// The folder cannot be read.
     pub fn list(&self) -> Result<Vec<PathBuf>> {
-        let failed = || io("read", &self.folder);
-        let mut found = Vec::new();
-        for entry in fs::read_dir(&self.folder).map_err(failed())? {
-            let path = entry.map_err(failed())?.path();
-            let step = path.file_name().and_then(|name| name.to_str()).and_then(step_of);
-            found.extend(step.filter(|_| path.is_dir()).map(|step| (step, path)));
-        }
-        found.sort();
-        Ok(found.into_iter().map(|(_, path)| path).collect())
+        list(&self.folder)
     }
 
-    /// Whole checkpoints by step, and what is wrong with the others.
     fn scan(&self) -> Result<(Vec<Save>, Vec<SaveError>)> {
-        let (mut saves, mut damaged) = (Vec::new(), Vec::new());
-        for folder in self.list()? {
-            match Save::open(&folder) {
-                Ok(save) => saves.push(save),
-                Err(Error::Saves(error @ (SaveError::Damaged { .. } | SaveError::NoState { .. }))) => {
-                    damaged.push(error)
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        Ok((saves, damaged))
+        scan(&self.folder)
     }
 
     /// Writes which one is the best. A kill before this leaves the mark of the former best, which is still there because
@@ -175,6 +160,40 @@ impl Saves {
         saves.sort_by_key(|save| Reverse(save.serial));
         let superfluous = saves.into_iter().skip(keep.get()).filter(|save| Some(save) != best.as_ref());
         superfluous.into_iter().try_for_each(|save| folder::discard(&save.folder))
+    }
+}
+
+fn list(folder: &Path) -> Result<Vec<PathBuf>> {
+    let failed = || io("read", folder);
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).map_err(failed())? {
+        let path = entry.map_err(failed())?.path();
+        let step = path.file_name().and_then(|name| name.to_str()).and_then(step_of);
+        found.extend(step.filter(|_| path.is_dir()).map(|step| (step, path)));
+    }
+    found.sort();
+    Ok(found.into_iter().map(|(_, path)| path).collect())
+}
+
+/// Whole checkpoints by step, and what is wrong with the others.
+fn scan(folder: &Path) -> Result<(Vec<Save>, Vec<SaveError>)> {
+    let (mut saves, mut damaged) = (Vec::new(), Vec::new());
+    for folder in list(folder)? {
+        match Save::open(&folder) {
+            Ok(save) => saves.push(save),
+            Err(Error::Saves(error @ (SaveError::Damaged { .. } | SaveError::NoState { .. }))) => damaged.push(error),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok((saves, damaged))
+}
+
+fn latest(folder: &Path) -> Result<Option<Latest>> {
+    let (saves, skipped) = scan(folder)?;
+    match saves.into_iter().max_by_key(|save| save.serial) {
+        Some(save) => Ok(Some(Latest { save, skipped })),
+        None if skipped.is_empty() => Ok(None),
+        None => Err(SaveError::NoneWhole { folder: folder.to_path_buf(), damaged: skipped }.into()),
     }
 }
 

@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use candle_cp::Communicator;
-use candle_cp::comm::threads;
 use candle_gemma4::Weights;
 
 use crate::config::Config;
@@ -13,14 +12,15 @@ use crate::error::Result;
 use crate::evaluate::{Scores, evaluate};
 use crate::job::Job;
 use crate::packing::{Batch, Packer};
+use crate::ranks::Ranks;
 use crate::report::{StepReport, ValidationReport};
 use crate::sample::Position;
 use crate::saves::Save;
 use crate::trainer::Trainer;
 
 /// Longest time that a rank waits for another one. Rank 0 may write a large checkpoint meanwhile; a rank that fails is
-/// noticed at once.
-const DEADLINE: Duration = Duration::from_secs(3600);
+/// noticed sooner.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(3600);
 
 /// Called on every rank after every step, with the rank; an error ends the run on all ranks.
 pub type Observer<'a> = dyn Fn(usize, &StepReport) -> Result<()> + Sync + 'a;
@@ -71,7 +71,8 @@ pub enum Next {
     Stop,
 }
 
-struct Observed<'a>(&'a Observer<'a>);
+/// Watches nothing but the steps.
+pub(crate) struct Observed<'a>(pub &'a Observer<'a>);
 
 impl Watcher for Observed<'_> {
     fn step(&self, rank: usize, report: &StepReport) -> Result<()> {
@@ -106,6 +107,18 @@ pub fn train(job: &Job, config: &Config, observer: &Observer) -> Result<Trained>
 /// # Errors
 /// The error of the first rank that failed, with its number; all ranks end.
 pub fn train_watched(job: &Job, config: &Config, from: Option<&Save>, watcher: &dyn Watcher) -> Result<Trained> {
+    train_on(job, config, from, watcher, &Ranks::Threads(config.cp))
+}
+
+/// As [`train_watched`], on any ranks.
+pub(crate) fn train_on(
+    job: &Job,
+    config: &Config,
+    from: Option<&Save>,
+    watcher: &dyn Watcher,
+    ranks: &Ranks,
+) -> Result<Trained> {
+    ranks.check(config)?;
     job.notices().iter().for_each(|found| watcher.notice(found));
     let rank = |comm: Arc<dyn Communicator>| {
         let mut trainer = match from {
@@ -127,9 +140,7 @@ pub fn train_watched(job: &Job, config: &Config, from: Option<&Save>, watcher: &
         };
         Ok::<_, crate::Error>(Trained { reports, scores, weights: trainer.into_weights(), stopped })
     };
-    let options = threads::Options { deadline: DEADLINE, ..threads::Options::default() };
-    let mut ranks = threads::run(config.cp, &options, rank)?;
-    Ok(ranks.swap_remove(0))
+    ranks.run(rank)
 }
 
 /// All steps that are left: their reports, the scores if the last one was validated, and whether the run was stopped.

@@ -67,9 +67,9 @@ impl World {
         self.changed.iter().for_each(Condvar::notify_all);
     }
 
-    /// The rank that failed first.
-    pub fn first_failure(&self) -> Option<usize> {
-        self.lock().failure.as_ref().map(|(rank, _)| *rank)
+    /// The rank that failed first, and its error.
+    pub fn failure(&self) -> Option<(usize, String)> {
+        self.lock().failure.clone()
     }
 
     pub fn send(&self, from: usize, to: usize, tag: Tag, tensor: Tensor) -> Result<Taken> {

@@ -1,5 +1,6 @@
 //! How ranks talk: a small trait, one rank alone, ranks as threads, and how ranks that are processes meet.
 
+pub mod lifeline;
 mod local;
 mod mailbox;
 #[cfg(feature = "nccl")]
@@ -144,6 +145,16 @@ pub trait Communicator: Send + Sync + Debug {
 
     /// Counters since the start.
     fn stats(&self) -> CommStats;
+
+    /// Ends the group for a failure of this rank: `reason` is told to the peers as far as the backend can, and their waits
+    /// end. A rank thread that returns an error does so anyway. By default nothing happens: there is nobody to tell.
+    fn abort(&self, _reason: &str) {}
+
+    /// The rank whose failure has ended the group, and what it said, as far as this rank was told; not its own. Errors of
+    /// an operator's inside have lost their type, so that they do not tell.
+    fn peer_failure(&self) -> Option<(usize, String)> {
+        None
+    }
 
     /// Slices of all ranks, in rank order; they may differ in size along `dim` only.
     ///

@@ -169,7 +169,7 @@ impl Room {
             };
             if !gone {
                 let fault = format!("rank {rank} came twice, from {first} and {from}; give every process its own RANK");
-                answer(stream, REFUSED, fault.as_bytes());
+                answer(&stream, REFUSED, fault.as_bytes());
                 return Some(fault);
             }
         }
@@ -177,15 +177,15 @@ impl Room {
         None
     }
 
-    fn dismiss(self, status: u8, content: &[u8]) {
-        for (stream, _) in self.seats.into_iter().flatten() {
-            answer(stream, status, content);
-        }
+    /// Answers all who came; gives back their connections, by rank.
+    fn dismiss(self, status: u8, content: &[u8]) -> Vec<(usize, TcpStream)> {
+        let seated = self.seats.into_iter().enumerate().filter_map(|(rank, seat)| Some((rank, seat?.0)));
+        seated.inspect(|(_, stream)| answer(stream, status, content)).collect()
     }
 }
 
 /// Best effort: a caller that has hung up finds out by itself.
-fn answer(mut stream: TcpStream, status: u8, content: &[u8]) {
+fn answer(mut stream: &TcpStream, status: u8, content: &[u8]) {
     let len = content.len().min(u16::MAX.into());
     let mut bytes = MAGIC.to_vec();
     bytes.push(status);
@@ -202,15 +202,26 @@ impl Meeting {
     /// [`Error::Rendezvous`]: the address cannot be used, a rank does not fit in or does not come before the deadline.
     /// [`Error::Argument`] for a rank outside of the group; what `payload` returns.
     pub fn meet(&self, payload: impl FnOnce() -> Result<Payload>) -> Result<Payload> {
+        Ok(self.meet_and_stay(payload)?.0)
+    }
+
+    /// As [`Meeting::meet`], and the connections stay open: by the rank at the other end, on rank 0 those to all other
+    /// ranks, on those the one to rank 0; for a [`Lifeline`](super::lifeline::Lifeline).
+    ///
+    /// # Errors
+    /// As [`Meeting::meet`].
+    pub fn meet_and_stay(
+        &self,
+        payload: impl FnOnce() -> Result<Payload>,
+    ) -> Result<(Payload, Vec<(usize, TcpStream)>)> {
         self.check()?;
         if self.rank > 0 {
-            return self.join();
+            let (payload, stream) = self.join_and_stay()?;
+            return Ok((payload, vec![(0, stream)]));
         }
         let payload = payload()?;
-        if self.size > 1 {
-            self.host(self.listen()?, &payload)?;
-        }
-        Ok(payload)
+        let lines = if self.size > 1 { self.host_and_stay(self.listen()?, &payload)? } else { Vec::new() };
+        Ok((payload, lines))
     }
 
     /// A listener at this address, for [`Meeting::host`].
@@ -232,13 +243,14 @@ impl Meeting {
     /// # Errors
     /// [`Error::Rendezvous`].
     pub fn host(&self, listener: TcpListener, payload: &Payload) -> Result<()> {
+        self.host_and_stay(listener, payload).map(drop)
+    }
+
+    fn host_and_stay(&self, listener: TcpListener, payload: &Payload) -> Result<Vec<(usize, TcpStream)>> {
         self.check()?;
         let mut room = Room { seats: (0..self.size).map(|_| None).collect(), strangers: 0 };
         match self.fill(&listener, &mut room) {
-            Ok(()) => {
-                room.dismiss(ACCEPTED, payload);
-                Ok(())
-            }
+            Ok(()) => Ok(room.dismiss(ACCEPTED, payload)),
             Err(message) => {
                 room.dismiss(REFUSED, message.as_bytes());
                 Err(self.error(message))
@@ -266,7 +278,7 @@ impl Meeting {
                     Heard::All(hello) => {
                         let fault = match hello.fault(self) {
                             Some(fault) => {
-                                answer(caller.stream, REFUSED, fault.as_bytes());
+                                answer(&caller.stream, REFUSED, fault.as_bytes());
                                 Some(fault)
                             }
                             None => room.seat(hello.rank as usize, caller.stream, caller.from),
@@ -300,6 +312,10 @@ impl Meeting {
     /// # Errors
     /// [`Error::Rendezvous`].
     pub fn join(&self) -> Result<Payload> {
+        Ok(self.join_and_stay()?.0)
+    }
+
+    fn join_and_stay(&self) -> Result<(Payload, TcpStream)> {
         self.check()?;
         let start = Instant::now();
         let left = || self.deadline.saturating_sub(start.elapsed());
@@ -326,7 +342,7 @@ impl Meeting {
         let mut content = vec![0; u16::from_le_bytes([head[9], head[10]]).into()];
         self.read(&mut stream, &mut content, &left)?;
         match (head[8], Payload::try_from(content.as_slice())) {
-            (ACCEPTED, Ok(payload)) => Ok(payload),
+            (ACCEPTED, Ok(payload)) => Ok((payload, stream)),
             (REFUSED, _) => Err(self.error(format!("rank 0 says: {}", String::from_utf8_lossy(&content)))),
             _ => Err(self.error(format!("rank 0 answered {} bytes with status {}", content.len(), head[8]))),
         }
@@ -373,7 +389,7 @@ impl Meeting {
         Err(Error::argument("rank", self.rank, allowed, "set RANK and WORLD_SIZE to fit"))
     }
 
-    fn error(&self, message: impl ToString) -> Error {
+    pub(super) fn error(&self, message: impl ToString) -> Error {
         Error::Rendezvous {
             rank: self.rank,
             size: self.size,

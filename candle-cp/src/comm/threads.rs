@@ -82,7 +82,7 @@ where
             Err(e) => errors.push((rank, e)),
         }
     }
-    let first = world.first_failure();
+    let first = world.failure().map(|(rank, _)| rank);
     match errors.iter().position(|(rank, _)| Some(*rank) == first).or((!errors.is_empty()).then_some(0)) {
         Some(i) => {
             let (rank, cause) = errors.swap_remove(i);
@@ -173,6 +173,14 @@ impl Communicator for ThreadRank {
 
     fn stats(&self) -> CommStats {
         self.counters.snapshot()
+    }
+
+    fn abort(&self, reason: &str) {
+        self.world.fail(self.rank, reason.to_string());
+    }
+
+    fn peer_failure(&self) -> Option<(usize, String)> {
+        self.world.failure().filter(|(rank, _)| *rank != self.rank)
     }
 }
 

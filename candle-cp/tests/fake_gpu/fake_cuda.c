@@ -1,4 +1,4 @@
-// A CUDA driver for tests on machines without a GPU: eight devices whose memory is the host's. Streams are threads that
+// A CUDA driver for tests on machines without a GPU: eight devices (or, with NO_FAKE_GPU, none) whose memory is the host's. Streams are threads that
 // work off their queues with small random delays, so that work which is not ordered by events goes wrong. Memory is filled
 // with a pattern when it is allocated and when a stream passes its release. There are no kernels.
 #define _GNU_SOURCE
@@ -79,7 +79,7 @@ void fakeStreamCall(void *stream, void (*call)(void *), void *argument) {
   post(stream, (Op){.kind = CALL, .call = call, .from = argument});
 }
 
-int cuInit(unsigned flags) { return 0; }
+int cuInit(unsigned flags) { return getenv("NO_FAKE_GPU") ? 100 : 0; }
 int cuDeviceGetCount(int *n) { *n = 8; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal < 8 ? 0 : 101; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = 1; return 0; }
@@ -163,5 +163,8 @@ int cuMemcpyDtoDAsync_v2(void *to, void *from, size_t n, void *stream) {
   post(stream, (Op){.kind = COPY, .to = to, .from = from, .n = n});
   return 0;
 }
-int cuGetErrorString(int code, const char **text) { *text = "a fault of the fake driver"; return 0; }
+int cuGetErrorString(int code, const char **text) {
+  *text = code == 100 ? "no CUDA-capable device is detected" : code == 801 ? "not part of the fake driver" : "a fault of the fake driver";
+  return 0;
+}
 int cuGetErrorName(int code, const char **text) { *text = "FAKE"; return 0; }

@@ -1,11 +1,15 @@
-// NCCL for tests: groups of threads of one process on the fake driver. A group of calls is one piece of work of its stream,
-// which ends when its sends have been received. Messages of other lengths than expected hang, as NCCL's may.
+// NCCL for tests: groups of threads on the fake driver, of one process or, where FAKE_NCCL_ARENA names a file, of all that
+// share it. A group of calls is one piece of work of its stream, which ends when its sends have been received. Messages of
+// other lengths than expected hang, as NCCL's may. Nobody notices a rank that is gone.
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 enum { RANKS = 8, CALLS = 64 };
@@ -19,35 +23,64 @@ typedef struct { size_t size; unsigned magic, version; int blocking; } Config;
 
 void fakeStreamCall(void *stream, void (*call)(void *), void *argument);
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static Group *groups[1024];
-static int group_count;
+// What ranks share lies at the same address in every process. Memory is not given back.
+#define ARENA_AT ((void *)0x200000000000)
+#define ARENA_BYTES (1ul << 30)
+static struct { pthread_mutex_t lock; size_t used; int serial, group_count; Group *groups[1024]; } *arena;
 static __thread int depth;
-static __thread Work *open;
+static __thread Work *posting;
 static __thread void *open_stream;
+
+__attribute__((constructor)) static void map_arena(void) {
+  const char *path = getenv("FAKE_NCCL_ARENA");
+  int file = path ? open(path, O_RDWR | O_CREAT, 0600) : -1, kind = file < 0 ? MAP_ANONYMOUS : 0;
+  if (path && (file < 0 || flock(file, LOCK_EX) || ftruncate(file, ARENA_BYTES))) abort();
+  arena = mmap(ARENA_AT, ARENA_BYTES, PROT_READ | PROT_WRITE, kind | MAP_SHARED | MAP_NORESERVE | MAP_FIXED_NOREPLACE, file, 0);
+  if (arena != ARENA_AT) abort();
+  if (!arena->used) {
+    pthread_mutexattr_t shared;
+    pthread_mutexattr_init(&shared);
+    pthread_mutexattr_setpshared(&shared, PTHREAD_PROCESS_SHARED);
+    pthread_mutex_init(&arena->lock, &shared);
+    arena->used = sizeof *arena;
+  }
+  if (path) close(file);
+}
+
+// Zeros; under the lock.
+static void *get(size_t n) {
+  void *at = (char *)arena + (arena->used + 63) / 64 * 64;
+  arena->used = (char *)at + n - (char *)arena;
+  if (arena->used > ARENA_BYTES) abort();
+  return at;
+}
+
+// A wait under the lock. Not a condition: a process that is killed while it waits for one would block the others.
+static void rest(void) {
+  pthread_mutex_unlock(&arena->lock);
+  usleep(50);
+  pthread_mutex_lock(&arena->lock);
+}
 
 static size_t size_of(int type) { return (size_t[]){1, 1, 4, 4, 8, 8, 2, 4, 8, 2}[type]; }
 
 static Message *put(Comm *c, int to, const char *data, size_t n) {
-  Message *m = calloc(1, sizeof *m), **end = &c->group->queue[c->rank][to];
+  Message *m = get(sizeof *m), **end = &c->group->queue[c->rank][to];
   m->n = n;
-  m->data = memcpy(malloc(n + 1), data, n);
+  m->data = memcpy(get(n), data, n);
   while (*end) end = &(*end)->next;
   *end = m;
-  pthread_cond_broadcast(&changed);
   return m;
 }
 
 static int take(Comm *c, int from, char *to, size_t n) {
   Message **queue = &c->group->queue[from][c->rank];
-  while (!c->aborted && !(*queue && (*queue)->n == n)) pthread_cond_wait(&changed, &lock);
+  while (!c->aborted && !(*queue && (*queue)->n == n)) rest();
   if (c->aborted) return 0;
   Message *m = *queue;
   *queue = m->next;
   memcpy(to, m->data, n);
   m->taken = 1;
-  pthread_cond_broadcast(&changed);
   return 1;
 }
 
@@ -73,7 +106,7 @@ static void run(void *argument) {
   Message *sent[CALLS * RANKS];
   int n = 0;
   usleep(100);
-  pthread_mutex_lock(&lock);
+  pthread_mutex_lock(&arena->lock);
   for (int i = 0; i < w->n; i++) {
     Call *k = &w->calls[i];
     int all = k->kind == GATHER || k->kind == SUM || (k->kind == BROADCAST && k->peer == c->rank);
@@ -99,60 +132,58 @@ static void run(void *argument) {
       free(parts);
     }
   }
-  for (int i = 0; i < n; i++) while (!c->aborted && !sent[i]->taken) pthread_cond_wait(&changed, &lock);
-  pthread_mutex_unlock(&lock);
+  for (int i = 0; i < n; i++) while (!c->aborted && !sent[i]->taken) rest();
+  pthread_mutex_unlock(&arena->lock);
   free(w);
 }
 
 int ncclGetVersion(int *version) { *version = 29999; return 0; }
 int ncclGetUniqueId(Id *id) {
-  static int serial;
   memset(id, 0, sizeof *id);
-  pthread_mutex_lock(&lock);
-  snprintf(id->bytes, 128, "fake %d", serial++);
-  pthread_mutex_unlock(&lock);
+  pthread_mutex_lock(&arena->lock);
+  snprintf(id->bytes, 128, "fake group %d", arena->serial++);
+  pthread_mutex_unlock(&arena->lock);
   return 0;
 }
 int ncclCommInitRankConfig(Comm **comm, int size, Id id, int rank, Config *config) {
   if (config->magic != 0xcafebeef || config->size != 24 || config->version != 21400 || config->blocking != 0) return 4;
-  pthread_mutex_lock(&lock);
+  pthread_mutex_lock(&arena->lock);
   int i = 0;
-  while (i < group_count && memcmp(&groups[i]->id, &id, sizeof id)) i++;
-  if (i == group_count) { groups[group_count] = calloc(1, sizeof(Group)); groups[group_count++]->id = id; }
+  while (i < arena->group_count && memcmp(&arena->groups[i]->id, &id, sizeof id)) i++;
+  if (i == arena->group_count) { arena->groups[i] = get(sizeof(Group)); arena->groups[arena->group_count++]->id = id; }
   Comm *c = *comm = calloc(1, sizeof *c);
-  c->group = groups[i], c->rank = rank, c->size = size;
+  c->group = arena->groups[i], c->rank = rank, c->size = size;
   c->group->joined++;
-  pthread_mutex_unlock(&lock);
+  pthread_mutex_unlock(&arena->lock);
   return 7;
 }
 int ncclCommGetAsyncError(Comm *c, int *code) {
-  pthread_mutex_lock(&lock);
+  pthread_mutex_lock(&arena->lock);
   *code = c->group->joined < c->size ? 7 : 0;
-  pthread_mutex_unlock(&lock);
+  pthread_mutex_unlock(&arena->lock);
   return 0;
 }
 int ncclCommFinalize(Comm *c) { c->finalized = 1; return 0; }
 int ncclCommDestroy(Comm *c) { if (!c->finalized) abort(); return 0; }
 int ncclCommAbort(Comm *c) {
-  pthread_mutex_lock(&lock);
+  pthread_mutex_lock(&arena->lock);
   c->aborted = 1;
-  pthread_cond_broadcast(&changed);
-  pthread_mutex_unlock(&lock);
+  pthread_mutex_unlock(&arena->lock);
   return 0;
 }
 const char *ncclGetErrorString(int code) { return code == 4 ? "invalid argument" : "another fault"; }
 const char *ncclGetLastError(Comm *c) { return "told by the fake"; }
 int ncclGroupStart(void) { depth++; return 0; }
 int ncclGroupEnd(void) {
-  if (--depth == 0 && open) { fakeStreamCall(open_stream, run, open); open = NULL; }
+  if (--depth == 0 && posting) { fakeStreamCall(open_stream, run, posting); posting = NULL; }
   return 7;
 }
 static int call(Comm *c, void *stream, Call k) {
   if (k.type == 1 && k.count == 13) return 4; // The planted fault: 13 bytes.
   if (!depth || c->aborted) abort();
-  if (!open) { open = calloc(1, sizeof *open); open->comm = c; open_stream = stream; }
-  if (open->n == CALLS || open->comm != c || open_stream != stream) abort();
-  open->calls[open->n++] = k;
+  if (!posting) { posting = calloc(1, sizeof *posting); posting->comm = c; open_stream = stream; }
+  if (posting->n == CALLS || posting->comm != c || open_stream != stream) abort();
+  posting->calls[posting->n++] = k;
   return 0;
 }
 int ncclSend(char *from, size_t n, int type, int peer, Comm *c, void *s) { return call(c, s, (Call){SEND, from, NULL, n, type, peer}); }

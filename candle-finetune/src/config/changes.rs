@@ -1,6 +1,6 @@
-//! What may be different when a run goes on.
+//! What may be different when a run goes on, and between the processes of a run.
 
-use super::Config;
+use super::{Config, Setting};
 use crate::error::{Error, Result};
 
 /// What the state of a run means: another value would need another state.
@@ -37,7 +37,19 @@ const FREE: [&str; 10] = [
     "out.tensorboard",
 ];
 
+/// What concerns one machine only: where things are on it.
+const PLACES: [&str; 3] = ["model.path", "data.train", "data.validation"];
+/// What only rank 0 uses.
+const OUT: &str = "out.";
+
 impl Config {
+    /// The settings in which processes that train together have to agree, as lines `key = value`.
+    pub(crate) fn of_all_ranks(&self) -> Vec<String> {
+        let shared = Self::SETTINGS.iter().filter(|s| !PLACES.contains(&s.key) && !s.key.starts_with(OUT));
+        let text = |setting: &Setting| (setting.get)(self).map_or("unset".to_string(), |value| value.to_string());
+        shared.map(|setting| format!("{} = {}", setting.key, text(setting))).collect()
+    }
+
     /// Compares the settings of a run that goes on with those it had: texts about what counts from now on.
     ///
     /// # Errors

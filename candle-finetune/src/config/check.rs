@@ -2,7 +2,6 @@
 
 use super::Config;
 use super::setting::text;
-use crate::device::ComputeDevice;
 use crate::error::{Error, Result};
 
 impl Config {
@@ -32,7 +31,7 @@ impl Config {
         self.check_lora()?;
         self.check_data()?;
         self.check_length()?;
-        self.check_device()?;
+        self.device.check_build()?;
         if self.out.exists() && !self.out.is_dir() {
             let allowed = "a folder, which is made if need be";
             return Err(Error::flag("--out", self.out.display(), allowed, "choose another name"));
@@ -47,15 +46,6 @@ impl Config {
             if let Some(value) = (setting.get)(self) {
                 setting.set_flag(&mut scratch, &text(&value).expect("settings are texts, numbers and lists"))?;
             }
-        }
-        Ok(())
-    }
-
-    fn check_device(&self) -> Result<()> {
-        self.device.check_build()?;
-        if self.device != ComputeDevice::Cpu && self.cp > 1 {
-            let allowed = format!("1 beside --device {}: ranks are threads here, and would share one GPU", self.device);
-            return Err(Error::flag("--cp", self.cp, allowed, "use --cp 1"));
         }
         Ok(())
     }

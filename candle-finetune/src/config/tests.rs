@@ -40,14 +40,14 @@ fn names_are_unique_and_have_sections() {
 }
 
 #[test]
-fn a_gpu_needs_a_build_for_it_and_one_rank() -> Result<()> {
+fn a_gpu_needs_a_build_for_it() -> Result<()> {
     let mut config = Config::default();
     config.set("--device", "cuda:1")?;
-    let error = config.validate().unwrap_err().to_string();
-    let fix = if cfg!(feature = "cuda") { "use --cp 1" } else { "build it with --features cuda" };
-    assert!(error.contains(fix), "{error}");
-    config.set("--cp", "1")?;
-    assert_eq!(config.validate().is_ok(), cfg!(feature = "cuda"));
+    let checked = config.validate();
+    assert_eq!(checked.is_ok(), cfg!(feature = "cuda"));
+    if let Err(error) = checked {
+        assert!(error.to_string().contains("build it with --features cuda"), "{error}");
+    }
     Ok(())
 }
 

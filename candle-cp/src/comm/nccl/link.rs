@@ -2,6 +2,7 @@
 
 use super::header::{HEADER_LEN, Header};
 use super::library::{Code, Library, RawComm, RawStream, UniqueId};
+use crate::comm::lifeline::Lifeline;
 use crate::error::{Error, Result};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{
@@ -16,6 +17,8 @@ const SPINS: u32 = 2000;
 const PAUSE: Duration = Duration::from_micros(20);
 /// Longest wait for a clean end; after it the communicator is aborted.
 const FAREWELL: Duration = Duration::from_secs(10);
+/// NCCL may notice that a peer is gone before the peer's own word has come.
+const WORD: Duration = Duration::from_secs(1);
 
 /// What is being done, for error texts.
 #[derive(Clone, Copy)]
@@ -46,6 +49,7 @@ pub struct Link {
     pub stream: Arc<CudaStream>,
     library: Library,
     state: Mutex<State>,
+    lifeline: Lifeline,
     /// Header buffers that no exchange uses.
     free: Mutex<Vec<Slot>>,
     /// Header buffers of exchanges that nobody waited for: the device may still write to them.
@@ -73,6 +77,7 @@ impl Link {
         (rank, size): (usize, usize),
         device: CudaDevice,
         deadline: Duration,
+        lifeline: Lifeline,
     ) -> Result<Self> {
         let about = About { operation: &"joining the group", peer: None, bytes: 0 };
         let compute = device.cuda_stream();
@@ -84,7 +89,7 @@ impl Link {
         let comm = library.init(size, id, rank).map_err(|text| failed(rank, size, &about, text))?;
         let (free, retired) = Default::default();
         let state = Mutex::new(State { comm, failure: None });
-        let link = Self { rank, size, deadline, device, compute, stream, library, state, free, retired };
+        let link = Self { rank, size, deadline, device, compute, stream, library, state, lifeline, free, retired };
         link.until_posted(&mut lock(&link.state), &about)?;
         Ok(link)
     }
@@ -98,7 +103,7 @@ impl Link {
     /// that needs the peers only the first time that two ranks talk.
     pub fn post(&self, about: &About, calls: impl FnOnce(&Library, RawComm, RawStream) -> Code) -> Result<()> {
         let mut state = lock(&self.state);
-        self.check(&state, about)?;
+        self.check(&mut state, about)?;
         self.cuda(about, self.stream.context().bind_to_thread())?;
         let (comm, stream) = (state.comm, self.stream.cu_stream().cast());
         match self.library.group(comm, || calls(&self.library, comm, stream)) {
@@ -128,7 +133,7 @@ impl Link {
             if done || polls >= SPINS {
                 let mut state = lock(&self.state);
                 // Also when done: an abort lets the device pass marks as well.
-                self.check(&state, about)?;
+                self.check(&mut state, about)?;
                 self.poll(&mut state, about)?;
                 if done {
                     return Ok(());
@@ -155,6 +160,7 @@ impl Link {
     fn until_posted(&self, state: &mut State, about: &About) -> Result<()> {
         let start = Instant::now();
         while !self.poll(state, about)? {
+            self.check(state, about)?;
             if start.elapsed() >= self.deadline {
                 return Err(self.give_up(state, self.timeout(about)));
             }
@@ -172,21 +178,44 @@ impl Link {
         }
     }
 
-    fn check(&self, state: &State, about: &About) -> Result<()> {
+    fn check(&self, state: &mut State, about: &About) -> Result<()> {
+        if let Some((peer, message)) = self.lifeline.failure().filter(|(peer, _)| *peer != self.rank) {
+            let operation = about.operation.to_string();
+            return Err(self.give_up(state, Error::PeerFailed { rank: self.rank, operation, peer, message }));
+        }
         match &state.failure {
             None => Ok(()),
             Some(failure) => Err(self.failed(about, format!("the group has ended before: {failure}"))),
         }
     }
 
+    /// Ends the group for a failure of this rank, and tells the others.
+    pub fn fail(&self, reason: &str) {
+        self.lifeline.fail(reason);
+        let mut state = lock(&self.state);
+        state.failure.get_or_insert_with(|| reason.to_string());
+        self.cut(&mut state);
+    }
+
+    /// The peer that ended the group, if it was one.
+    pub fn peer_failure(&self) -> Option<(usize, String)> {
+        let ended = lock(&self.state).failure.is_some();
+        let failure = if ended { self.lifeline.failure_within(WORD) } else { self.lifeline.failure() };
+        failure.filter(|(peer, _)| *peer != self.rank)
+    }
+
     fn give_up(&self, state: &mut State, error: Error) -> Error {
+        self.cut(state);
+        state.failure.get_or_insert_with(|| error.to_string());
+        error
+    }
+
+    fn cut(&self, state: &mut State) {
         if !state.comm.is_null() {
             let _ = self.stream.context().bind_to_thread();
             // SAFETY: alive, and null from here on.
             unsafe { self.library.abort(std::mem::replace(&mut state.comm, std::ptr::null_mut())) };
         }
-        state.failure.get_or_insert_with(|| error.to_string());
-        error
     }
 
     fn failed(&self, about: &About, message: String) -> Error {
@@ -318,6 +347,9 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
+        if let Some(failure) = &lock(&self.state).failure {
+            self.lifeline.fail(failure);
+        }
         let comm = std::mem::replace(&mut lock(&self.state).comm, std::ptr::null_mut());
         if comm.is_null() || self.stream.context().bind_to_thread().is_err() {
             return;

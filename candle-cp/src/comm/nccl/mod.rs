@@ -26,7 +26,9 @@
 //! # Failing
 //!
 //! The first failure (a mismatch, NCCL's own fault, the deadline) aborts the communicator, and every later call says so.
-//! Peers notice by NCCL's state (the connection broke) or by their deadline. Dropped without failure, the communicator is
+//! Peers notice by NCCL's state (the connection broke) or by their deadline. A rank that fails for another reason says so
+//! ([`Communicator::abort`]) over the connection by which the ranks met, which also tells that a process is gone: then
+//! waits of all ranks end with [`Error::PeerFailed`](crate::Error::PeerFailed) ([`lifeline`](super::lifeline)). Dropped without failure, the communicator is
 //! finalized within ten seconds or aborted.
 //!
 //! # Counters
@@ -41,6 +43,7 @@ mod link;
 mod pending;
 mod tensors;
 
+use super::lifeline::Lifeline;
 use super::rendezvous::Meeting;
 use super::{CommStats, Communicator, Counters, Expected, Pending, Tag, Traffic};
 use crate::error::{Error, Result};
@@ -109,7 +112,7 @@ pub fn connect(device: &Device, place: &LaunchEnvironment, options: &Options) ->
         size: place.size,
         deadline: options.meeting,
     };
-    let id = meeting.meet(|| {
+    let (id, lines) = meeting.meet_and_stay(|| {
         let id = library.unique_id().map(|id| id.0);
         id.map_err(|message| Error::Nccl {
             rank: place.rank,
@@ -119,8 +122,10 @@ pub fn connect(device: &Device, place: &LaunchEnvironment, options: &Options) ->
             message,
         })
     })?;
+    let lifeline =
+        Lifeline::new(place.rank, lines).map_err(|e| meeting.error(format!("listening to the others: {e}")))?;
     let who = (place.rank, place.size);
-    let mut link = Link::join(library, UniqueId(id), who, cuda.clone(), options.meeting)?;
+    let mut link = Link::join(library, UniqueId(id), who, cuda.clone(), options.meeting, lifeline)?;
     link.deadline = options.deadline;
     Ok(Arc::new(NcclRank { link: Arc::new(link), counters: Arc::default(), calls: AtomicU64::new(0) }))
 }
@@ -189,6 +194,14 @@ impl Communicator for NcclRank {
 
     fn stats(&self) -> CommStats {
         self.counters.snapshot()
+    }
+
+    fn abort(&self, reason: &str) {
+        self.link.fail(reason);
+    }
+
+    fn peer_failure(&self) -> Option<(usize, String)> {
+        self.link.peer_failure()
     }
 
     fn all_gather_uneven(&self, x: &Tensor, dim: usize, traffic: Traffic) -> Result<Vec<Tensor>> {
