@@ -48,6 +48,20 @@ impl Placeholders {
     pub fn contains(&self, id: u32) -> bool {
         [self.image, self.video, self.audio].contains(&Some(id))
     }
+
+    /// Image of every token of a row: a maximal run of image or video placeholders is one; counted from 0; other tokens
+    /// have -1.
+    pub fn groups(&self, ids: &[u32]) -> Vec<i64> {
+        let mut group = -1;
+        let mut inside = false;
+        let of = |&id: &u32| {
+            let vision = [self.image, self.video].contains(&Some(id));
+            group += i64::from(vision && !inside);
+            inside = vision;
+            if vision { group } else { -1 }
+        };
+        ids.iter().map(of).collect()
+    }
 }
 
 /// Where one token's embedding comes from.

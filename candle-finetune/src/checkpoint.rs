@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use candle_gemma4::Weights;
+use candle_cp_layers::Weights;
 
 use crate::error::{Result, io};
 use crate::job::Job;
@@ -41,7 +41,7 @@ pub fn save(dir: &Path, job: &Job, weights: &Weights) -> Result<()> {
 /// # Errors
 /// A file cannot be read or written.
 pub fn write(folder: &Path, job: &Job, weights: &Weights) -> Result<()> {
-    weights.save(folder, &job.model)?;
+    weights.save(folder, job.model.as_ref())?;
     write_companions(folder, job)
 }
 
@@ -52,7 +52,7 @@ pub fn write(folder: &Path, job: &Job, weights: &Weights) -> Result<()> {
 pub fn write_companions(folder: &Path, job: &Job) -> Result<()> {
     let Some(from) = job.folder() else {
         let path = folder.join(TOKENIZER_FILE);
-        return fs::write(&path, small_model::tokenizer_json()).map_err(io("write", path));
+        return fs::write(&path, small_model::tokenizer_json(job.family())).map_err(io("write", path));
     };
     for name in COMPANIONS.iter().filter(|name| from.join(name).is_file()) {
         copy(&from.join(name), &folder.join(name))?;

@@ -13,11 +13,12 @@ use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 use candle_cp::LayoutKind;
-use candle_gemma4::{LoraOptions, LoraTargets, Part};
+use candle_cp_layers::{LoraOptions, LoraTargets, Part};
 
 pub use self::setting::Setting;
 use crate::device::ComputeDevice;
 use crate::error::{Error, Result};
+use crate::family::Family;
 use crate::hub::{HubOptions, PullEvent, resolve_data, resolve_model};
 use crate::optimizer::AdamWConfig;
 use crate::schedule::ScheduleKind;
@@ -33,6 +34,8 @@ pub struct Config {
     /// `model.path`: a checkpoint folder, or a name on the Hub for [`Config::resolve`]; `None` trains the small built-in
     /// model from nothing.
     pub model: Option<PathBuf>,
+    /// `model.family`: of the small built-in model.
+    pub family: Family,
     /// `model.dtype`: one of [`Config::DTYPES`].
     pub dtype: DType,
     /// `model.freeze`: parts and name patterns of a checkpoint that are left as they are; their gradients are never
@@ -151,6 +154,7 @@ impl Default for Config {
         };
         Self {
             model: None,
+            family: Family::Gemma4,
             dtype: DType::F32,
             freeze: Vec::new(),
             recompute: false,
@@ -198,6 +202,11 @@ impl Config {
     pub const DIGIT_STEPS: usize = 1500;
     /// Passes over a data file, unless steps or epochs are given.
     pub const DEFAULT_EPOCHS: usize = 3;
+
+    /// The defaults of the program that trains this family.
+    pub fn of_family(family: Family) -> Self {
+        Self { family, out: PathBuf::from(format!("runs/finetune_{family}")), ..Self::default() }
+    }
 
     /// Sets one value from its text, by flag (`--steps`) or key (`train.steps`).
     ///

@@ -8,13 +8,12 @@ use std::sync::Arc;
 use rand::Rng;
 use rand::seq::SliceRandom;
 
-use candle_gemma4::Config;
-use candle_vlm_processor::{Gemma4ImageSettings, ImageSettings, Picture, TextTokenizer};
+use candle_vlm_processor::{ImageSettings, Picture, TextTokenizer};
 
 use crate::digit_words::DigitWords;
 use crate::digits::{Digit, Digits, SIDE};
 use crate::error::{Error, Result};
-use crate::images;
+use crate::family::VlmConfig;
 use crate::sample::{Part, Position, Sample, Source, epoch_rng};
 
 /// Most turns with pictures in a conversation; there is at least one.
@@ -45,7 +44,7 @@ impl Question {
 pub struct DigitTask {
     digits: Digits,
     words: DigitWords,
-    settings: Gemma4ImageSettings,
+    settings: Arc<dyn ImageSettings>,
     side: usize,
     soft_tokens: usize,
 }
@@ -55,18 +54,18 @@ impl DigitTask {
     ///
     /// # Errors
     /// The model takes no pictures, or the tokenizer lacks a token that the conversations need.
-    pub fn new(config: &Config, tokenizer: &TextTokenizer) -> Result<Self> {
-        let settings = images::settings(config).ok_or_else(|| Error::Task {
+    pub fn new(config: &dyn VlmConfig, tokenizer: &TextTokenizer) -> Result<Self> {
+        let settings = config.image_settings().ok_or_else(|| Error::Task {
             task: "digits",
             reason: "config.json has no vision_config; use a vision-language checkpoint, or give --data".to_string(),
         })?;
-        let side = picture_side(&settings);
+        let side = picture_side(settings.soft_token_side());
         let unusable = |reason: String| Error::Task { task: "digits", reason: format!("a digit's picture {reason}") };
         let blank = Picture::from_rgb(side, side, vec![0; 3 * side * side]).map_err(|e| unusable(e.to_string()))?;
         let patches = settings.patches_as_is(&blank).map_err(|e| unusable(e.to_string()))?;
-        images::check_positions(config, &settings, patches.resized).map_err(unusable)?;
+        config.check_picture(patches.resized).map_err(unusable)?;
         let words = DigitWords::new(config, tokenizer)?;
-        Ok(Self { digits: Digits::load()?, words, settings, side, soft_tokens: patches.soft_tokens })
+        Ok(Self { digits: Digits::load()?, words, settings: settings.into(), side, soft_tokens: patches.soft_tokens })
     }
 
     /// Digits to train on and held out.
@@ -94,7 +93,7 @@ impl DigitTask {
 
     fn conversation(&self, turns: &[Vec<Digit>]) -> Sample {
         let mut sample = Sample::default();
-        sample.push(&[self.words.bos]);
+        sample.push(self.words.bos.as_slice());
         for digits in turns {
             self.push_turns(&mut sample, Question::Read, digits);
         }
@@ -128,8 +127,7 @@ impl DigitTask {
 }
 
 /// The smallest side that is not below that of the table's images and gives two soft tokens.
-fn picture_side(settings: &Gemma4ImageSettings) -> usize {
-    let unit = settings.patch_size * settings.pooling_kernel_size;
+fn picture_side(unit: usize) -> usize {
     unit * SIDE.div_ceil(unit).max(SOFT_TOKENS_PER_SIDE)
 }
 
@@ -200,15 +198,16 @@ mod tests {
     use candle_vlm_processor::ImagePatches;
 
     use super::*;
+    use crate::family::Family;
     use crate::small_model;
 
     fn task() -> Result<DigitTask> {
-        let config = small_model::config()?;
-        DigitTask::new(&config, &tokenizer()?)
+        let config = small_model::config(Family::Gemma4)?;
+        DigitTask::new(config.as_ref(), &tokenizer()?)
     }
 
     fn tokenizer() -> Result<TextTokenizer> {
-        Ok(TextTokenizer::from_json("built in", &small_model::tokenizer_json())?)
+        Ok(TextTokenizer::from_json("built in", &small_model::tokenizer_json(Family::Gemma4))?)
     }
 
     fn text(ids: impl Iterator<Item = u32>) -> Result<String> {
@@ -290,10 +289,8 @@ mod tests {
 
     #[test]
     fn pictures_have_a_size_that_the_model_takes() -> Result<()> {
-        let mut settings = images::settings(&small_model::config()?).expect("a vision tower");
-        for (patch, pool, side) in [(2, 2, 8), (4, 3, 24), (16, 3, 96), (1, 1, 8), (3, 1, 9)] {
-            (settings.patch_size, settings.pooling_kernel_size) = (patch, pool);
-            assert_eq!(picture_side(&settings), side);
+        for (unit, side) in [(4, 8), (12, 24), (48, 96), (1, 8), (3, 9)] {
+            assert_eq!(picture_side(unit), side);
         }
         Ok(())
     }

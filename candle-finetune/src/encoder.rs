@@ -2,15 +2,16 @@
 
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
-use candle_gemma4::Config;
+use candle_cp_layers::Placeholders;
 use candle_vlm_processor::{
-    AnswerFinder, ChatEncoder, ChatTemplate, EncodedChat, Gemma4ImageSettings, Gemma4Processor, Message, PictureSource,
-    Request, TemplateInputs, TemplateValue, TextTokenizer,
+    AnswerFinder, ChatEncoder, ChatTemplate, EncodedChat, ImageSettings, Message, PictureSource, Processor, Request,
+    TemplateInputs, TemplateValue, TextTokenizer,
 };
 
 use crate::error::{Error, Result};
-use crate::images;
+use crate::family::{TokenIds, VlmConfig};
 use crate::parquet::Cell;
 use crate::sample::{Part, Token};
 
@@ -21,15 +22,18 @@ const NO_PLACEHOLDER: &str = "\u{fdd0}";
 #[derive(Debug)]
 pub struct Encoder {
     reads: Reads,
-    config: Config,
+    config: Arc<dyn VlmConfig>,
     finder: Option<AnswerFinder>,
 }
+
+/// A processor of any family.
+pub(crate) type AnyProcessor = Processor<Box<dyn ImageSettings>>;
 
 /// What a checkpoint folder has.
 #[derive(Debug)]
 enum Reads {
     /// Chats with pictures.
-    Pictures(Box<Gemma4Processor>),
+    Pictures(Box<AnyProcessor>),
     /// Chats; why there are no pictures.
     Chats(Box<ChatEncoder>, String),
     /// Texts; why there are no chats.
@@ -84,25 +88,19 @@ impl Encoder {
     ///
     /// # Errors
     /// There is no tokenizer, a file is broken, or the image settings are not those of the model.
-    pub fn from_folder(folder: &Path, config: &Config) -> Result<Self> {
+    pub fn from_folder(folder: &Path, config: Arc<dyn VlmConfig>) -> Result<Self> {
         let tokenizer = TextTokenizer::from_folder(folder)?;
         let reads = match or_missing(ChatTemplate::from_folder(folder))? {
             Err(reason) => Reads::Texts(Box::new(tokenizer), reason),
             Ok(template) => {
                 let chat = ChatEncoder::new(template, tokenizer);
-                match images::settings(config) {
-                    None => Reads::Chats(Box::new(chat), "this model takes no pictures".to_string()),
-                    Some(model) => match or_missing(Gemma4ImageSettings::from_folder(folder))? {
-                        Err(reason) => Reads::Chats(Box::new(chat), reason),
-                        Ok(settings) => {
-                            check_settings(&settings, &model)?;
-                            Reads::Pictures(Box::new(Gemma4Processor::new(chat, settings)?))
-                        }
-                    },
+                match config.read_image_settings(folder)? {
+                    Err(reason) => Reads::Chats(Box::new(chat), reason),
+                    Ok(settings) => Reads::Pictures(Box::new(Processor::new(chat, settings)?)),
                 }
             }
         };
-        let mut encoder = Self { reads, config: config.clone(), finder: None };
+        let mut encoder = Self { reads, config, finder: None };
         encoder.check_image_token()?;
         encoder.finder = encoder.chat_encoder().map(AnswerFinder::new).ok();
         Ok(encoder)
@@ -121,7 +119,7 @@ impl Encoder {
     ///
     /// # Errors
     /// The reason why there are none.
-    pub(crate) fn processor(&self) -> Fault<&Gemma4Processor> {
+    pub(crate) fn processor(&self) -> Fault<&AnyProcessor> {
         match &self.reads {
             Reads::Pictures(processor) => Ok(processor),
             Reads::Chats(_, reason) | Reads::Texts(_, reason) => Err(format!("pictures cannot be used: {reason}")),
@@ -138,12 +136,13 @@ impl Encoder {
 
     /// The text that stands for a picture; `None` if there are no pictures.
     pub(crate) fn image_token(&self) -> Option<&str> {
-        self.processor().ok().map(Gemma4Processor::image_token)
+        self.processor().ok().map(AnyProcessor::image_token)
     }
 
     fn check_image_token(&self) -> Result<()> {
         let Reads::Pictures(processor) = &self.reads else { return Ok(()) };
-        match processor.image_token_id() == self.config.image_token_id {
+        let expected = self.config.placeholders().image;
+        match Some(processor.image_token_id()) == expected {
             true => Ok(()),
             false => Err(Error::Task {
                 task: "pictures",
@@ -152,7 +151,7 @@ impl Encoder {
                      checkpoint",
                     processor.image_token(),
                     processor.image_token_id(),
-                    self.config.image_token_id
+                    expected.map_or("absent".to_string(), |id| id.to_string())
                 ),
             }),
         }
@@ -161,14 +160,16 @@ impl Encoder {
     /// A plain text: all of it is learned, and the token that ends a text.
     pub(crate) fn text(&self, text: &str) -> Fault<Encoded> {
         let absent = |field| format!("config.json has no {field}, which plain texts need");
-        let bos = self.config.text.bos_token_id.ok_or_else(|| absent("text_config.bos_token_id"))?;
-        let eos = self.config.eos_token_ids.first().copied().ok_or_else(|| absent("eos_token_id"))?;
+        let TokenIds { bos, needs_bos, eos, .. } = self.config.token_ids();
+        if needs_bos && bos.is_none() {
+            return Err(absent("text_config.bos_token_id"));
+        }
+        let eos = eos.ok_or_else(|| absent("eos_token_id"))?;
         let ids = self.tokenizer().encode(text, false).map_err(|e| e.to_string())?.ids;
-        let placeholders = [Some(self.config.image_token_id), self.config.video_token_id, self.config.audio_token_id];
-        self.refuse(&ids, &placeholders)?;
+        self.refuse(&ids, self.config.placeholders())?;
         let learned = |id, part| Token { id, learned: Some(part) };
         let mut tokens = Vec::with_capacity(ids.len() + 2);
-        if ids.first() != Some(&bos) {
+        if let Some(bos) = bos.filter(|bos| ids.first() != Some(bos)) {
             tokens.push(Token { id: bos, learned: None });
         }
         tokens.extend(ids.into_iter().map(|id| learned(id, Part::Text)));
@@ -189,8 +190,9 @@ impl Encoder {
                 (encoder.encode(rendered, NO_PLACEHOLDER, &[]).map_err(reason)?, Vec::new(), Vec::new())
             }
         };
-        let image = self.image_token().is_none().then_some(self.config.image_token_id);
-        self.refuse(&encoded.ids, &[image, self.config.video_token_id, self.config.audio_token_id])?;
+        let placeholders = self.config.placeholders();
+        let image = placeholders.image.filter(|_| self.image_token().is_none());
+        self.refuse(&encoded.ids, Placeholders { image, ..placeholders })?;
         let blocks: Vec<_> = (0..encoded.expansions.len()).map(|picture| encoded.tokens_of_picture(picture)).collect();
         let tokens = self.learned(encoder, chat, &inputs, &encoded, &blocks)?;
         let pictures = pictures.into_iter().map(Stored::Source).collect();
@@ -199,7 +201,7 @@ impl Encoder {
 
     fn with_pictures(
         &self,
-        processor: &Gemma4Processor,
+        processor: &AnyProcessor,
         chat: &Chat<'_>,
         inputs: &TemplateInputs,
     ) -> Fault<(EncodedChat, Vec<PictureSource>, Vec<usize>)> {
@@ -212,8 +214,9 @@ impl Encoder {
         let pictures = request.pictures().map_err(reason)?;
         let sample = processor.check(&request).map_err(reason)?;
         for (index, (&size, picture)) in sample.resized.iter().zip(&pictures).enumerate() {
-            let fits = images::check_positions(&self.config, processor.settings(), size);
-            fits.map_err(|reason| format!("picture {} ({}): {reason}", index + 1, picture.name()))?;
+            self.config
+                .check_picture(size)
+                .map_err(|reason| format!("picture {} ({}): {reason}", index + 1, picture.name()))?;
         }
         Ok((sample.chat, pictures, sample.soft_tokens))
     }
@@ -245,9 +248,8 @@ impl Encoder {
     }
 
     /// Fails if a text holds a token that only a picture, a video or a sound may give.
-    fn refuse(&self, ids: &[u32], placeholders: &[Option<u32>]) -> Fault<()> {
-        let reserved = |id: &&u32| !self.config.architecture.is_text_only() && placeholders.contains(&Some(**id));
-        match ids.iter().find(reserved) {
+    fn refuse(&self, ids: &[u32], placeholders: Placeholders) -> Fault<()> {
+        match ids.iter().find(|&&id| placeholders.contains(id)) {
             None => Ok(()),
             Some(&id) => Err(format!(
                 "the text holds {}, which stands for a picture, a video or a sound that is not given; remove it",
@@ -258,7 +260,7 @@ impl Encoder {
 }
 
 /// The inner error is the reason why a file that may lack does lack.
-fn or_missing<T>(result: candle_vlm_processor::Result<T>) -> Result<Fault<T>> {
+pub(crate) fn or_missing<T>(result: candle_vlm_processor::Result<T>) -> Result<Fault<T>> {
     match result {
         Ok(value) => Ok(Ok(value)),
         Err(error @ candle_vlm_processor::Error::MissingFile { .. }) => Ok(Err(error.to_string())),
@@ -271,33 +273,5 @@ fn reason(error: candle_vlm_processor::Error) -> String {
     match error {
         candle_vlm_processor::Error::Sample { cause, .. } => reason(*cause),
         other => other.to_string(),
-    }
-}
-
-fn check_settings(found: &Gemma4ImageSettings, model: &Gemma4ImageSettings) -> Result<()> {
-    let shape = |s: &Gemma4ImageSettings| (s.patch_size, s.pooling_kernel_size, s.layout);
-    match shape(found) == shape(model) {
-        true => Ok(()),
-        false => {
-            let tell = |s: &Gemma4ImageSettings| {
-                format!(
-                    "patch_size {}, pooling_kernel_size {}, patches for a {}",
-                    s.patch_size,
-                    s.pooling_kernel_size,
-                    match s.layout {
-                        candle_vlm_processor::PatchLayout::Tower => "vision tower",
-                        candle_vlm_processor::PatchLayout::Merged => "unified model",
-                    }
-                )
-            };
-            Err(Error::Task {
-                task: "pictures",
-                reason: format!(
-                    "the processor's files say {}, but config.json says {}; take both from one checkpoint",
-                    tell(found),
-                    tell(model)
-                ),
-            })
-        }
     }
 }

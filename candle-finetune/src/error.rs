@@ -45,7 +45,19 @@ pub enum Error {
 
     /// The model or its checkpoint.
     #[error(transparent)]
-    Gemma(#[from] candle_gemma4::Error),
+    Model(#[from] candle_cp_layers::Error),
+
+    /// A checkpoint of a family that the recipe does not know.
+    #[error(
+        "{}: model_type is \"{found}\"; allowed: Gemma 4 (gemma4, gemma4_text, gemma4_unified, gemma4_unified_text) and \
+         Qwen 3.5 and 3.6 (qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text)", folder.display()
+    )]
+    UnknownFamily {
+        /// The folder.
+        folder: std::path::PathBuf,
+        /// What its `config.json` says.
+        found: String,
+    },
 
     /// A model's name could not be turned into a folder.
     #[error("--model: {0}")]
@@ -342,6 +354,7 @@ impl Error {
             | Self::PictureChanged { .. }
             | Self::DataChanged { .. }
             | Self::MissingToken { .. }
+            | Self::UnknownFamily { .. }
             | Self::Task { .. }
             | Self::Data { .. }
             | Self::EmptyData { .. }
@@ -358,7 +371,7 @@ impl Error {
             Self::Saves(error) => error.is_usage(),
             Self::Hub(error) => error.is_usage(),
             Self::DataHub { error, .. } => error.is_usage(),
-            Self::Gemma(error) => !matches!(error, candle_gemma4::Error::Candle(_) | candle_gemma4::Error::Cp(_)),
+            Self::Model(error) => !matches!(error, candle_cp_layers::Error::Candle(_) | candle_cp_layers::Error::Cp(_)),
             Self::Candle(_)
             | Self::Cp(_)
             | Self::Io { .. }

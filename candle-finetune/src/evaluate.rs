@@ -2,6 +2,8 @@
 
 use candle_core::{D, DType, Device, Tensor};
 
+use candle_cp_layers::Recompute;
+
 use crate::error::Result;
 use crate::packing::Batch;
 use crate::sample::Part;
@@ -68,9 +70,7 @@ pub fn evaluate(trainer: &Trainer, batches: impl Iterator<Item = Result<Batch>>)
 fn add_local(trainer: &Trainer, batch: &Batch, scores: &mut Scores) -> Result<()> {
     let (model, device) = (trainer.model(), trainer.job().device());
     let context = trainer.context(batch)?;
-    let inputs = batch.inputs(&trainer.job().model, trainer.config().dtype, device)?;
-    let local = model.shard(&model.embed(&inputs, &mut ())?, &inputs.input_ids_bs, &context)?;
-    let hidden_bsh = model.decode(&local, &context, &mut ())?.detach();
+    let hidden_bsh = model.hidden(batch, &context, &Recompute::off(), trainer.config().dtype, device)?.detach();
     let labels = context.shard_labels(&batch.labels_bs(&Device::Cpu)?)?;
     // Parts sit on the same tokens as labels, so the same shift applies.
     let parts = context.shard_labels(&batch.parts_bs(&Device::Cpu)?)?.labels_bs.flatten_all()?.to_vec1::<i64>()?;

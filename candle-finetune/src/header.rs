@@ -9,7 +9,6 @@ use crate::jsonl::counted;
 impl Job {
     /// Lines of a name and a value.
     pub fn header(&self, config: &Config) -> Vec<(&'static str, String)> {
-        let text = &self.model.text;
         let from =
             config.model.as_ref().map_or("from nothing".to_string(), |model| format!("from {}", model.display()));
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
@@ -19,7 +18,7 @@ impl Job {
             false => "NVIDIA GPU".to_string(),
         };
         let mut lines = vec![
-            ("model", format!("Gemma 4, {} layers of width {}, {from}", text.num_hidden_layers, text.hidden_size)),
+            ("model", format!("{}, {from}", self.model.title())),
             ("data", self.data_summary(config)),
             (
                 "run",

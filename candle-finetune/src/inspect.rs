@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use crate::config::Config;
 use crate::encoder::Encoder;
 use crate::error::{Error, Result};
+use crate::family::Family;
 use crate::histogram::histogram;
 use crate::jsonl::{Line, Lines, counted};
 use crate::plan::{EpochPlan, Plan};
@@ -57,8 +58,8 @@ pub fn inspect(config: &Config, inspection: &Inspection) -> Result<String> {
         let allowed = "beside --model DIR and --data FILE.jsonl: there is no file of the digits to look into";
         return Err(Error::flag("--inspect", true, allowed, "give both"));
     };
-    let model = candle_gemma4::Config::from_folder(folder)?;
-    let lines = Lines::read_all(&config.train_files(), Encoder::from_folder(folder, &model)?)?;
+    let model = Family::read(folder)?;
+    let lines = Lines::read_all(&config.train_files(), Encoder::from_folder(folder, model.clone())?)?;
     let lengths: Vec<usize> = lines.lines().iter().map(Line::len).collect();
     let mut sections = vec![
         overview(&lines),

@@ -4,13 +4,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::Device;
-use candle_gemma4::{LoadOptions, LoraReport, Part, Weights};
+use candle_cp_layers::{LoadOptions, LoraReport, Part, Weights};
 use candle_vlm_processor::TextTokenizer;
 
 use crate::config::Config;
 use crate::digit_task::DigitTask;
 use crate::encoder::Encoder;
 use crate::error::{Error, Result};
+use crate::family::{Family, VlmConfig};
 use crate::jsonl::{HeldOut, Lines, counted};
 use crate::packing::{Batch, Packer};
 use crate::plan::{EpochPlan, Plan};
@@ -46,7 +47,8 @@ struct Samples {
 #[derive(Debug)]
 pub struct Job {
     /// Configuration of the model.
-    pub model: candle_gemma4::Config,
+    pub model: Arc<dyn VlmConfig>,
+    family: Family,
     device: Device,
     folder: Option<PathBuf>,
     data: Data,
@@ -69,21 +71,22 @@ impl Job {
     pub(crate) fn prepare_with_weights(config: &Config, saved: Option<&Path>, device: Option<&Device>) -> Result<Self> {
         config.validate()?;
         let model = model(config)?;
-        check_weights(config, &model, saved)?;
+        check_weights(config, model.as_ref(), saved)?;
         Self::read(config, model, device)
     }
 
-    fn read(config: &Config, model: candle_gemma4::Config, device: Option<&Device>) -> Result<Self> {
+    fn read(config: &Config, model: Arc<dyn VlmConfig>, device: Option<&Device>) -> Result<Self> {
         let device = device.map_or_else(|| config.device.open(), |device| Ok(device.clone()))?;
         let data = match (config.model_folder(), &config.data) {
             (Some(folder), Some(_)) => {
-                let encoder = Arc::new(Encoder::from_folder(folder, &model)?);
+                let encoder = Arc::new(Encoder::from_folder(folder, model.clone())?);
                 Data::Lines(Box::new(Samples::read(encoder, config)?))
             }
-            (Some(folder), None) => Data::digits(config, &model, &TextTokenizer::from_folder(folder)?)?,
+            (Some(folder), None) => Data::digits(config, model.as_ref(), &TextTokenizer::from_folder(folder)?)?,
             (None, _) => {
-                let tokenizer = TextTokenizer::from_json("built-in tokenizer", &small_model::tokenizer_json())?;
-                Data::digits(config, &model, &tokenizer)?
+                let tokenizer =
+                    TextTokenizer::from_json("built-in tokenizer", &small_model::tokenizer_json(config.family))?;
+                Data::digits(config, model.as_ref(), &tokenizer)?
             }
         };
         let steps = match (&data, config.steps) {
@@ -92,7 +95,14 @@ impl Job {
             (Data::Digits(_), None) => Config::DIGIT_STEPS,
         };
         config.check_warmup(steps)?;
-        Ok(Self { model, device, folder: config.model_folder().map(Path::to_path_buf), data, steps })
+        Ok(Self {
+            model,
+            family: config.family,
+            device,
+            folder: config.model_folder().map(Path::to_path_buf),
+            data,
+            steps,
+        })
     }
 
     /// The starting weights on the job's device, the same numbers on every rank. What `config.freeze` names is constant, and beside
@@ -107,7 +117,7 @@ impl Job {
     /// The same, and where adapters went.
     pub(crate) fn start(&self, config: &Config) -> Result<(Weights, Option<LoraReport>)> {
         match &self.folder {
-            None => Ok((Weights::random(&self.model, config.dtype, &self.device, config.seed)?, None)),
+            None => Ok((Weights::random(self.model.as_ref(), config.dtype, &self.device, config.seed)?, None)),
             Some(folder) => self.load(config, folder, None),
         }
     }
@@ -121,7 +131,9 @@ impl Job {
     }
 
     fn load(&self, config: &Config, folder: &Path, adapter: Option<&Path>) -> Result<(Weights, Option<LoraReport>)> {
-        let load = |options: &LoadOptions| Weights::load_with(folder, &self.model, config.dtype, &self.device, options);
+        let load = |options: &LoadOptions| {
+            Weights::load_with(folder, self.model.as_ref(), config.dtype, &self.device, options)
+        };
         let Some(lora) = config.lora.options() else {
             let weights = load(&freeze(&config.freeze)?)?;
             return match weights.variables().is_empty() {
@@ -131,8 +143,8 @@ impl Job {
         };
         let mut weights = load(&LoadOptions::new().freeze_matching(["*"])?)?;
         let report = match adapter {
-            Some(adapter) => weights.load_lora(adapter, &self.model)?,
-            None => weights.add_lora(&self.model, &lora, config.seed)?,
+            Some(adapter) => weights.load_lora(adapter, self.model.as_ref())?,
+            None => weights.add_lora(self.model.as_ref(), &lora, config.seed)?,
         };
         Ok((weights, Some(report)))
     }
@@ -143,7 +155,12 @@ impl Job {
             Data::Digits(task) => Box::new(task.training(config.seed)),
             Data::Lines(samples) => Box::new(samples.train.training(config.seed)),
         };
-        Packer::new(source, &self.model, config.batch_rows, config.seq_len)
+        Packer::new(source, self.model.as_ref(), config.batch_rows, config.seq_len)
+    }
+
+    /// Family of the built-in model, where that is trained.
+    pub(crate) fn family(&self) -> Family {
+        self.family
     }
 
     /// Where the model runs; opened once.
@@ -181,7 +198,8 @@ impl Job {
             (Data::Digits(_), _) => config.held_out_rounds,
             (Data::Lines(_), _) => 1,
         };
-        let mut packer = source.map(|source| Packer::new(source, &self.model, config.batch_rows, config.seq_len));
+        let mut packer =
+            source.map(|source| Packer::new(source, self.model.as_ref(), config.batch_rows, config.seq_len));
         std::iter::from_fn(move || {
             let packer = packer.as_mut()?;
             while rounds > 0 {
@@ -290,7 +308,7 @@ impl Samples {
 }
 
 impl Data {
-    fn digits(config: &Config, model: &candle_gemma4::Config, tokenizer: &TextTokenizer) -> Result<Self> {
+    fn digits(config: &Config, model: &dyn VlmConfig, tokenizer: &TextTokenizer) -> Result<Self> {
         let task = DigitTask::new(model, tokenizer)?;
         let longest = task.longest();
         match config.seq_len < longest {
@@ -305,14 +323,14 @@ impl Data {
     }
 }
 
-fn model(config: &Config) -> Result<candle_gemma4::Config> {
+fn model(config: &Config) -> Result<Arc<dyn VlmConfig>> {
     match config.model_folder() {
-        Some(folder) => Ok(candle_gemma4::Config::from_folder(folder)?),
-        None => small_model::config(),
+        Some(folder) => Family::read(folder),
+        None => small_model::config(config.family),
     }
 }
 
-fn check_weights(config: &Config, model: &candle_gemma4::Config, saved: Option<&Path>) -> Result<()> {
+fn check_weights(config: &Config, model: &dyn VlmConfig, saved: Option<&Path>) -> Result<()> {
     let lora = config.lora.options();
     // A checkpoint of a run with adapters has nothing else: the weights are those that the run began with.
     let folder = match (config.model_folder(), saved) {
@@ -323,7 +341,7 @@ fn check_weights(config: &Config, model: &candle_gemma4::Config, saved: Option<&
     };
     let trained = freeze(&config.freeze).and_then(|options| Ok(Weights::check(folder, model, &options)?));
     let trained = trained.map_err(|error| match error {
-        Error::Gemma(candle_gemma4::Error::FreezePattern { pattern, reason }) => {
+        Error::Model(candle_cp_layers::Error::FreezePattern { pattern, reason }) => {
             Error::flag("--freeze", pattern, "text, vision, audio, embeddings, or patterns of tensor names", reason)
         }
         error => error,

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_gemma4::{SaveOptions, Weights};
+use candle_cp_layers::{SaveOptions, Weights};
 
 use crate::checkpoint;
 use crate::config::Config;
@@ -37,7 +37,7 @@ impl Job {
         })?;
         match config.lora.merge {
             true => saves::replace(&model, |folder| {
-                weights.save_merged(folder, &self.model, &SaveOptions::default())?;
+                weights.save_merged(folder, self.model.as_ref(), &SaveOptions::default())?;
                 checkpoint::write_companions(folder, self)
             }),
             false => Ok(()),

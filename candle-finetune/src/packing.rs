@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use candle_cp::Tokens;
-use candle_gemma4::{Config, Inputs, vision_groups};
 use candle_vlm_processor::ImagePatches;
 
 use crate::error::{Error, Result};
-use crate::images;
+use crate::family::VlmConfig;
 use crate::sample::{Part, Position, Sample, Source};
 
 /// Id of padding in place of a document, a group or a part.
@@ -44,22 +43,9 @@ impl Batch {
         self.ids.first().map_or(0, Vec::len)
     }
 
-    /// What the model reads; pixels in `dtype` on `device`. Ids and positions stay on the CPU, where the model looks at
-    /// them.
-    ///
-    /// # Errors
-    /// A tensor operation failed, or there are pictures and the model takes none.
-    pub fn inputs(&self, config: &Config, dtype: DType, device: &Device) -> Result<Inputs> {
-        let input_ids_bs = Tensor::new(self.ids.clone(), &Device::Cpu)?;
-        if !self.pictures.is_empty() && images::settings(config).is_none() {
-            return Err(Error::Task { task: "pictures", reason: "config.json has no vision_config".to_string() });
-        }
-        Ok(match images::tensors(&self.pictures, dtype, device)? {
-            None => Inputs::text(input_ids_bs),
-            Some((pixels, positions)) => {
-                Inputs { pixel_values: Some(pixels), image_position_ids: Some(positions), ..Inputs::text(input_ids_bs) }
-            }
-        })
+    /// Pictures of a row.
+    pub fn pictures_of_row(&self, row: usize) -> usize {
+        self.groups[row].iter().max().map_or(0, |last| (last + 1) as usize)
     }
 
     /// What every rank knows of all tokens.
@@ -129,14 +115,14 @@ pub struct Packer<'a> {
     position: Position,
     /// That sample, if it was drawn for the last batch and did not fit.
     waiting: Option<Sample>,
-    config: &'a Config,
+    config: &'a dyn VlmConfig,
     rows: usize,
     seq_len: usize,
 }
 
 impl<'a> Packer<'a> {
     /// Batches of `rows` x `seq_len` tokens, from the beginning of the first epoch.
-    pub fn new(source: Box<dyn Source + 'a>, config: &'a Config, rows: usize, seq_len: usize) -> Self {
+    pub fn new(source: Box<dyn Source + 'a>, config: &'a dyn VlmConfig, rows: usize, seq_len: usize) -> Self {
         Self { source, position: Position::default(), waiting: None, config, rows, seq_len }
     }
 
@@ -212,7 +198,7 @@ impl<'a> Packer<'a> {
     }
 
     fn lay_out(&self, rows: Vec<Vec<Sample>>) -> Batch {
-        let pad = self.config.text.pad_token_id.unwrap_or(0);
+        let pad = self.config.token_ids().pad;
         let mut batch = Batch {
             ids: Vec::new(),
             labels: Vec::new(),
@@ -237,7 +223,7 @@ impl<'a> Packer<'a> {
             labels.resize(self.seq_len, IGNORED);
             parts.resize(self.seq_len, IGNORED);
             documents.resize(self.seq_len, NONE);
-            batch.groups.push(vision_groups(&ids, self.config));
+            batch.groups.push(self.config.placeholders().groups(&ids));
             batch.ids.push(ids);
             batch.labels.push(labels);
             batch.parts.push(parts);
@@ -253,9 +239,8 @@ fn part_index(part: Part) -> i64 {
 
 #[cfg(test)]
 mod tests {
-    use candle_vlm_processor::ImageSettings;
-
     use super::*;
+    use crate::family::Family;
     use crate::small_model;
 
     /// Gives samples of the listed lengths in every epoch; the ids of a sample are 20 + its index.
@@ -273,14 +258,14 @@ mod tests {
         }
     }
 
-    fn packer<'a>(config: &'a Config, lengths: &[usize], rows: usize, seq_len: usize) -> Packer<'a> {
+    fn packer<'a>(config: &'a dyn VlmConfig, lengths: &[usize], rows: usize, seq_len: usize) -> Packer<'a> {
         Packer::new(Box::new(Lengths(lengths.to_vec())), config, rows, seq_len)
     }
 
     #[test]
     fn samples_stay_whole_and_go_to_the_first_row_with_room() -> Result<()> {
-        let config = small_model::config()?;
-        let mut packer = packer(&config, &[5, 6, 3, 2, 4, 1], 2, 8);
+        let config = small_model::config(Family::Gemma4)?;
+        let mut packer = packer(config.as_ref(), &[5, 6, 3, 2, 4, 1], 2, 8);
         let first = packer.next_batch()?.expect("a batch");
         assert_eq!(first.ids, [[20, 20, 20, 20, 20, 22, 22, 22], [21, 21, 21, 21, 21, 21, 23, 23]]);
         assert_eq!(first.documents, [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1, 1]]);
@@ -297,8 +282,8 @@ mod tests {
 
     #[test]
     fn the_first_token_of_a_document_and_padding_are_never_learned() -> Result<()> {
-        let config = small_model::config()?;
-        let batch = packer(&config, &[3, 2], 1, 8).next_batch()?.expect("a batch");
+        let config = small_model::config(Family::Gemma4)?;
+        let batch = packer(config.as_ref(), &[3, 2], 1, 8).next_batch()?.expect("a batch");
         assert_eq!(batch.labels, [[-100, 20, 20, -100, 21, -100, -100, -100]]);
         assert_eq!(batch.parts, [[-100, 0, 0, -100, 0, -100, -100, -100]]);
         Ok(())
@@ -306,10 +291,10 @@ mod tests {
 
     #[test]
     fn images_are_groups_and_pictures_follow_the_rows() -> Result<()> {
-        let config = small_model::config()?;
+        let config = small_model::config(Family::Gemma4)?;
         let picture = |level: u8| {
             let picture = candle_vlm_processor::Picture::from_rgb(4, 4, vec![level; 48]).expect("48 samples");
-            Arc::new(images::settings(&config).expect("a tower").patches_as_is(&picture).expect("it fits"))
+            Arc::new(config.image_settings().expect("a tower").patches_as_is(&picture).expect("it fits"))
         };
         struct Three(Vec<Sample>);
         impl Source for Three {
@@ -323,13 +308,13 @@ mod tests {
         }
         let sample = |level: u8, len: usize| {
             let mut sample = Sample { tokens: Vec::new(), pictures: vec![picture(level)] };
-            sample.push(&[2, config.image_token_id]);
+            sample.push(&[2, config.placeholders().image.expect("a tower")]);
             sample.push(&vec![20; len - 2]);
             sample
         };
         // First-fit order: level 1 in row 0, level 2 in row 1, level 3 in row 0 again.
         let samples = vec![sample(1, 4), sample(2, 5), sample(3, 3)];
-        let batch = Packer::new(Box::new(Three(samples)), &config, 2, 7).next_batch()?.expect("a batch");
+        let batch = Packer::new(Box::new(Three(samples)), config.as_ref(), 2, 7).next_batch()?.expect("a batch");
         assert_eq!(batch.groups, [[-1, 0, -1, -1, -1, 1, -1], [-1, 0, -1, -1, -1, -1, -1]]);
         let levels: Vec<f32> = batch.pictures.iter().map(|picture| (picture.pixels[0] * 255.0).round()).collect();
         assert_eq!(levels, [1.0, 3.0, 2.0]);
@@ -338,18 +323,18 @@ mod tests {
 
     #[test]
     fn a_sample_longer_than_a_row_is_an_error() -> Result<()> {
-        let config = small_model::config()?;
-        let error = packer(&config, &[9], 2, 8).next_batch().unwrap_err().to_string();
+        let config = small_model::config(Family::Gemma4)?;
+        let error = packer(config.as_ref(), &[9], 2, 8).next_batch().unwrap_err().to_string();
         assert!(error.contains("9 tokens") && error.contains("row of 8") && error.contains("--seq-len"), "{error}");
-        let empty = packer(&config, &[], 2, 8).next_training_batch().unwrap_err().to_string();
+        let empty = packer(config.as_ref(), &[], 2, 8).next_training_batch().unwrap_err().to_string();
         assert!(empty.contains("no sample"), "{empty}");
         Ok(())
     }
 
     #[test]
     fn batches_after_a_seek_are_those_of_an_unbroken_run() -> Result<()> {
-        let config = small_model::config()?;
-        let new = || packer(&config, &[5, 6, 3, 2, 4, 1, 7, 8, 1], 2, 8);
+        let config = small_model::config(Family::Gemma4)?;
+        let new = || packer(config.as_ref(), &[5, 6, 3, 2, 4, 1, 7, 8, 1], 2, 8);
         let mut unbroken = new();
         let mut steps = Vec::new();
         for _ in 0..12 {
@@ -370,8 +355,8 @@ mod tests {
 
     #[test]
     fn a_place_that_the_data_does_not_have_is_an_error() -> Result<()> {
-        let config = small_model::config()?;
-        let mut packer = packer(&config, &[2, 3], 1, 8);
+        let config = small_model::config(Family::Gemma4)?;
+        let mut packer = packer(config.as_ref(), &[2, 3], 1, 8);
         packer.seek(Position { epoch: 4, taken: 2 })?;
         assert!(packer.next_batch()?.is_none());
         let error = packer.seek(Position { epoch: 1, taken: 3 }).unwrap_err();

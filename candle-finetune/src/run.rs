@@ -98,19 +98,25 @@ fn prepare(config: &Config, saved: Option<&Save>, ranks: &Ranks) -> Result<Job> 
     Ok(job)
 }
 
-/// Settings in layers: defaults, with `resume` those of the run that goes on, a settings file, and `flags` (names and
+/// Settings in layers: those of `base`, with `resume` those of the run that goes on, a settings file, and `flags` (names and
 /// values as [`Config::set`] takes them), each over the ones before. Which run goes on is `out.dir` of flags or file; only
 /// the process of rank 0 puts right what a kill may have left there.
 ///
 /// # Errors
 /// As [`Config::set_file`], [`Config::set`] and [`resumed_settings`].
-pub fn layered_settings(file: Option<&Path>, flags: &[(&str, &str)], resume: bool, launch: &Launch) -> Result<Config> {
+pub fn layered_settings(
+    base: Config,
+    file: Option<&Path>,
+    flags: &[(&str, &str)],
+    resume: bool,
+    launch: &Launch,
+) -> Result<Config> {
     let given = |mut config: Config| {
         file.map_or(Ok(()), |file| config.set_file(file))?;
         flags.iter().try_for_each(|(name, value)| config.set(name, value))?;
         Ok(config)
     };
-    let config = given(Config::default())?;
+    let config = given(base)?;
     match resume {
         true if launch.is_first() => given(resumed_settings(&config.out)?),
         true => given(last_settings(&config.out, Saves::peek(&config.out.join(CHECKPOINTS_FOLDER))?)?),

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use candle_cp::Communicator;
-use candle_gemma4::Weights;
+use candle_cp_layers::Weights;
 
 use crate::config::Config;
 use crate::error::Result;

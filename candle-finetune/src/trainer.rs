@@ -5,11 +5,12 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
 use candle_cp::{Communicator, CpContext, ShardedLabels};
-use candle_gemma4::{LoraReport, Model, Recompute, Weights};
+use candle_cp_layers::{LoraReport, Recompute, Weights};
 
 use crate::comm_use::CommMeter;
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::family::VlmModel;
 use crate::gradients::Gradients;
 use crate::job::Job;
 use crate::memory::Memory;
@@ -38,7 +39,7 @@ pub struct Trainer<'a> {
     comm: Arc<dyn Communicator>,
     weights: Weights,
     adapters: Option<LoraReport>,
-    model: Model,
+    model: Box<dyn VlmModel>,
     optimizer: AdamW,
     schedule: Schedule,
     started: Instant,
@@ -72,7 +73,7 @@ impl<'a> Trainer<'a> {
         (weights, adapters): (Weights, Option<LoraReport>),
         optimizer: AdamW,
     ) -> Result<Self> {
-        let model = Model::new(&job.model, &weights)?;
+        let model = job.model.model(&weights)?;
         let schedule = job.schedule(config);
         Ok(Self { job, config, comm, weights, adapters, model, optimizer, schedule, started: Instant::now() })
     }
@@ -82,7 +83,7 @@ impl<'a> Trainer<'a> {
     /// # Errors
     /// The layout cannot be made for the batch.
     pub fn context(&self, batch: &Batch) -> Result<CpContext> {
-        let (tokens, layers) = (batch.tokens()?, self.job.model.text.layer_work());
+        let (tokens, layers) = (batch.tokens()?, self.job.model.layer_work());
         let layout = self.config.layout.layout(&tokens, self.comm.size(), &layers)?;
         Ok(CpContext::new(self.comm.clone(), layout, tokens)?)
     }
@@ -106,10 +107,10 @@ impl<'a> Trainer<'a> {
         for (place, (batch, context, labels)) in shares.into_iter().enumerate() {
             // Every batch drops something else.
             let dropping = self.weights.with_dropout(self.config.seed, (first + place) as u64, &context);
-            let dropping = dropping.map(|weights| Model::new(&self.job.model, &weights)).transpose()?;
+            let dropping = dropping.map(|weights| self.job.model.model(&weights)).transpose()?;
             let model = dropping.as_ref().unwrap_or(&self.model);
             let labels = ShardedLabels { count: label_tokens, ..labels };
-            let (part, local) = self.local_gradients(model, batch, &context, &labels)?;
+            let (part, local) = self.local_gradients(model.as_ref(), batch, &context, &labels)?;
             loss = (loss + part)?;
             gradients = Some(match gradients {
                 Some(sum) => sum.plus(&local)?,
@@ -126,15 +127,13 @@ impl<'a> Trainer<'a> {
     /// need room.
     fn local_gradients(
         &self,
-        model: &Model,
+        model: &dyn VlmModel,
         batch: &Batch,
         context: &CpContext,
         labels: &ShardedLabels,
     ) -> Result<(Tensor, Gradients)> {
         let recompute = if self.config.recompute { Recompute::on() } else { Recompute::off() };
-        let inputs = batch.inputs(&self.job.model, self.config.dtype, self.job.device())?;
-        let local = model.shard(&model.embed(&inputs, &mut ())?, &inputs.input_ids_bs, context)?;
-        let hidden_bsh = model.decode_with(&local, context, &recompute, &mut ())?;
+        let hidden_bsh = model.hidden(batch, context, &recompute, self.config.dtype, self.job.device())?;
         let loss = model.loss(&hidden_bsh, labels)?;
         let gradients = Gradients::collect(&recompute.backward(&loss)?, self.weights.variables())?;
         Ok((loss.detach().to_dtype(DType::F64)?, gradients))
@@ -175,8 +174,8 @@ impl<'a> Trainer<'a> {
     }
 
     /// The model; it reads the weights of the moment.
-    pub fn model(&self) -> &Model {
-        &self.model
+    pub fn model(&self) -> &dyn VlmModel {
+        self.model.as_ref()
     }
 
     /// What is trained on.

@@ -19,7 +19,8 @@ fn lines(dir: &TempDir) -> (Lines, usize) {
     let path = dir.path().join("ten.jsonl");
     let text: String = (0..SAMPLES).map(|digit| format!("{{\"text\":\"{digit}\"}}\n")).collect();
     fs::write(&path, text).unwrap();
-    let lines = Lines::read(&path, Encoder::from_folder(&checkpoint(), &config()).unwrap()).unwrap();
+    let lines =
+        Lines::read(&path, Encoder::from_folder(&checkpoint(), std::sync::Arc::new(config())).unwrap()).unwrap();
     let len = lines.sample(0).unwrap().len();
     (lines, len)
 }

@@ -262,7 +262,7 @@ fn shards_from_the_hub_are_one_data_set() {
     assert_eq!(files.len(), 2);
     let checkpoint = here.join("../fixtures/gemma4-dense/checkpoint");
     let config = candle_gemma4::Config::from_folder(&checkpoint).unwrap();
-    let encoder = std::sync::Arc::new(Encoder::from_folder(&checkpoint, &config).unwrap());
+    let encoder = std::sync::Arc::new(Encoder::from_folder(&checkpoint, std::sync::Arc::new(config)).unwrap());
     let [pulled, local] = [&files[..], &shards[..]].map(|paths| Lines::read_all(paths, encoder.clone()).unwrap());
     assert_eq!((pulled.len(), local.len()), (8, 8));
     for index in 0..8 {

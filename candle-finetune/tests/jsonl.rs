@@ -21,7 +21,7 @@ fn config() -> Config {
 }
 
 fn open(path: &Path, seq_len: usize) -> Result<Lines> {
-    Lines::read(path, Encoder::from_folder(&checkpoint(), &config()).unwrap())?.fit(seq_len, false)
+    Lines::read(path, Encoder::from_folder(&checkpoint(), std::sync::Arc::new(config())).unwrap())?.fit(seq_len, false)
 }
 
 fn load_with(bytes: &[u8], seq_len: usize) -> (TempDir, Result<Lines>) {
@@ -39,7 +39,7 @@ fn load(text: &str) -> (TempDir, Result<Lines>) {
 }
 
 fn decode(ids: &[u32]) -> String {
-    let encoder = Encoder::from_folder(&checkpoint(), &config()).unwrap();
+    let encoder = Encoder::from_folder(&checkpoint(), std::sync::Arc::new(config())).unwrap();
     encoder.tokenizer().decode(ids, false).unwrap()
 }
 
@@ -358,7 +358,7 @@ fn a_folder_without_a_template_reads_texts_only() {
     let load = |text: &str| {
         let path = dir.path().join("data.jsonl");
         fs::write(&path, text).unwrap();
-        Lines::read(&path, Encoder::from_folder(dir.path(), &config()).unwrap())
+        Lines::read(&path, Encoder::from_folder(dir.path(), std::sync::Arc::new(config())).unwrap())
     };
     assert_eq!(text_of(&load("{\"text\":\"read\"}").unwrap().sample(0).unwrap()), "<bos>read<eos>");
     let chat = r#"{"prompt":"1","completion":"2"}"#;
@@ -373,7 +373,7 @@ fn a_folder_without_a_template_reads_texts_only() {
     let settings = fs::read_to_string(checkpoint().join("processor_config.json")).unwrap();
     let other = settings.replace("\"patch_size\": 4", "\"patch_size\": 8");
     fs::write(dir.path().join("processor_config.json"), other).unwrap();
-    let error = Encoder::from_folder(dir.path(), &config()).unwrap_err().to_string();
+    let error = Encoder::from_folder(dir.path(), std::sync::Arc::new(config())).unwrap_err().to_string();
     assert!(
         error.contains("patch_size 8") && error.contains("patch_size 4") && error.contains("one checkpoint"),
         "{error}"

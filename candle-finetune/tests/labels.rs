@@ -28,7 +28,10 @@ fn folder(template: Option<&str>) -> tempfile::TempDir {
 fn read(folder: &Path, lines: &[&str]) -> Result<Lines> {
     let path = folder.join("data.jsonl");
     fs::write(&path, lines.join("\n")).unwrap();
-    Lines::read(&path, Encoder::from_folder(folder, &Config::from_folder(&checkpoint()).unwrap()).unwrap())
+    Lines::read(
+        &path,
+        Encoder::from_folder(folder, std::sync::Arc::new(Config::from_folder(&checkpoint()).unwrap())).unwrap(),
+    )
 }
 
 /// The supervised stretches of each line's tokens, decoded one by one.

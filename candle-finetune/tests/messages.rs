@@ -51,7 +51,7 @@ fn refused(config: &Config, template: Option<&str>, line: Value) -> String {
     image::RgbImage::new(24, 12).save(dir.path().join("ok.png")).unwrap();
     let path = dir.path().join("data.jsonl");
     fs::write(&path, line.to_string()).unwrap();
-    let encoder = match Encoder::from_folder(dir.path(), config) {
+    let encoder = match Encoder::from_folder(dir.path(), std::sync::Arc::new(config.clone())) {
         Ok(encoder) => encoder,
         Err(error) => return error.to_string(),
     };

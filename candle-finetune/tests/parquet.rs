@@ -12,7 +12,7 @@ fn data(name: &str) -> PathBuf {
 
 fn encoder() -> Encoder {
     let checkpoint = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/gemma4-dense/checkpoint");
-    Encoder::from_folder(&checkpoint, &Config::from_folder(&checkpoint).unwrap()).unwrap()
+    Encoder::from_folder(&checkpoint, std::sync::Arc::new(Config::from_folder(&checkpoint).unwrap())).unwrap()
 }
 
 fn read(name: &str) -> Result<Lines> {

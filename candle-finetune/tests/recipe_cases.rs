@@ -238,9 +238,9 @@ fn every_shard_names_its_format() {
     };
     let options = SaveOptions::new().max_shard_bytes(50_000);
     let job = Job::prepare(&config).unwrap();
-    job.weights(&config).unwrap().save_with(&dir.path().join("full"), &job.model, &options).unwrap();
+    job.weights(&config).unwrap().save_with(&dir.path().join("full"), job.model.as_ref(), &options).unwrap();
     shards("full");
     set(&mut config, &[("--lora-rank", "2")]);
-    job.weights(&config).unwrap().save_merged(&dir.path().join("merged"), &job.model, &options).unwrap();
+    job.weights(&config).unwrap().save_merged(&dir.path().join("merged"), job.model.as_ref(), &options).unwrap();
     shards("merged");
 }

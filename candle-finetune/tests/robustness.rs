@@ -97,7 +97,9 @@ fn read(bytes: &[u8]) -> Result<(), TestCaseError> {
     let path = dir.path().join("data.jsonl");
     fs::copy(fixture("imaging/wide.png"), dir.path().join("ok.png")).unwrap();
     fs::write(&path, bytes).unwrap();
-    let encoder = Encoder::from_folder(&checkpoint(), &ModelConfig::from_folder(&checkpoint()).unwrap()).unwrap();
+    let encoder =
+        Encoder::from_folder(&checkpoint(), std::sync::Arc::new(ModelConfig::from_folder(&checkpoint()).unwrap()))
+            .unwrap();
     let given = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
     let lines_given = given.split(|&b| b == b'\n').filter(|line| !line.iter().all(u8::is_ascii_whitespace)).count();
     match Lines::read(&path, encoder) {

@@ -14,7 +14,7 @@ fn checkpoint() -> PathBuf {
 
 fn encoder() -> Encoder {
     let model = candle_gemma4::Config::from_folder(&checkpoint()).unwrap();
-    Encoder::from_folder(&checkpoint(), &model).unwrap()
+    Encoder::from_folder(&checkpoint(), std::sync::Arc::new(model)).unwrap()
 }
 
 fn file(text: &str) -> (TempDir, PathBuf) {

@@ -11,7 +11,7 @@ impl Config {
     /// The first setting that cannot be used.
     pub fn validate(&self) -> Result<()> {
         self.validate_all_but_files()?;
-        if let Some(model) = self.model_folder().filter(|model| !model.join(candle_gemma4::CONFIG_FILE).is_file()) {
+        if let Some(model) = self.model_folder().filter(|model| !model.join(candle_cp_layers::CONFIG_FILE).is_file()) {
             let allowed = "a folder with config.json, tokenizer.json and model.safetensors (or its index)";
             let fix = "download the checkpoint first and give the folder, not a file in it";
             return Err(Error::flag("--model", model.display(), allowed, fix));

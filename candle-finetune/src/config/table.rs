@@ -5,11 +5,12 @@ use std::str::FromStr;
 
 use candle_core::DType;
 use candle_cp::LayoutKind;
-use candle_gemma4::Part;
+use candle_cp_layers::Part;
 use toml::Value;
 
 use super::setting::Setting;
 use super::{Config, MAX_RANKS, MAX_SEQ_LEN};
+use crate::family::Family;
 use crate::schedule::ScheduleKind;
 
 type Parsed<T> = std::result::Result<T, String>;
@@ -21,12 +22,22 @@ impl Config {
             key: "model.path",
             flag: Some("--model"),
             value: "DIR|ORG/NAME",
-            help: "Any Gemma 4: a folder in Hugging Face layout (config.json, tokenizer.json, chat template, weights), or \
+            help: "Any Gemma 4, Qwen 3.5 or Qwen 3.6: a folder in Hugging Face layout (config.json, tokenizer.json, chat template, weights), or \
                    org/name or org/name@revision on the Hugging Face Hub, pulled once into the cache that Python shares \
                    (HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE) [default: a small model from nothing]",
             example: "google/gemma-4-E2B-it",
             set: |config, text| path(text).map(|path| config.model = Some(path)),
             get: |config| config.model.as_ref().map(|path| string(path.display())),
+        },
+        Setting {
+            key: "model.family",
+            flag: None,
+            value: "FAMILY",
+            help: "Family of the small model from nothing: gemma4 or qwen3_5; a checkpoint says its own [default: that of the \
+                   program]",
+            example: "qwen3_5",
+            set: |config, text| one_of(text, &Family::ALL).map(|family| config.family = family),
+            get: |config| Some(string(config.family)),
         },
         Setting {
             key: "model.dtype",
@@ -337,7 +348,7 @@ impl Config {
             key: "out.dir",
             flag: Some("--out"),
             value: "DIR",
-            help: "Folder for everything that a run leaves [default: runs/finetune_gemma4]",
+            help: "Folder for everything that a run leaves [default: runs/ and the name of the program]",
             example: "runs/mine",
             set: |config, text| path(text).map(|path| config.out = path),
             get: |config| Some(string(config.out.display())),

@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 
 use crate::error::Result;
 use crate::family::{Family, VlmConfig};
+use std::sync::Arc;
 
 /// The words of a tokenizer, in the order of their ids.
 struct Vocabulary {
@@ -45,8 +46,8 @@ pub fn config_json(family: Family) -> String {
 ///
 /// # Errors
 /// The model crate refuses it.
-pub fn config(family: Family) -> Result<VlmConfig> {
-    VlmConfig::from_json(&config_json(family))
+pub fn config(family: Family) -> Result<Arc<dyn VlmConfig>> {
+    family.config(&config_json(family))
 }
 
 /// The tokenizer, as a `tokenizer.json` text: it knows the words of the digit conversations and nothing else.

@@ -132,7 +132,7 @@ impl Config {
     }
 
     /// What is no text.
-    pub(crate) fn placeholders(&self) -> Placeholders {
+    pub fn placeholders(&self) -> Placeholders {
         match self.architecture.is_text_only() {
             true => Placeholders::default(),
             false => Placeholders {
@@ -230,15 +230,5 @@ fn read_architecture(top: &Fields) -> Result<Architecture> {
 /// Image group of every token of a row: a maximal run of image or video placeholders is one group; groups are
 /// counted from 0 through the row; other tokens have -1.
 pub fn vision_groups(ids: &[u32], config: &Config) -> Vec<i64> {
-    let placeholders = config.placeholders();
-    let mut group = -1;
-    let mut inside = false;
-    ids.iter()
-        .map(|&id| {
-            let vision = [placeholders.image, placeholders.video].contains(&Some(id));
-            group += i64::from(vision && !inside);
-            inside = vision;
-            if vision { group } else { -1 }
-        })
-        .collect()
+    config.placeholders().groups(ids)
 }

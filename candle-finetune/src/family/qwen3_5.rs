@@ -1,0 +1,174 @@
+//! Qwen 3.5 and 3.6.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use candle_cp::{CpContext, LayerWork, ShardedLabels};
+use candle_cp_layers::{Placeholders, Recompute, Weights};
+use candle_qwen3_5::{Config, Inputs, Model};
+use candle_vlm_processor::{ImagePatches, ImageSettings, Qwen3_5ImageSettings, mrope_positions};
+
+use super::{TokenIds, Turns, VlmConfig, VlmModel};
+use crate::encoder::or_missing;
+use crate::error::{Error, Result};
+use crate::packing::Batch;
+
+/// Pixels of pictures in released checkpoints, which bring pictures into -1..1.
+const MEAN_AND_DEVIATION: ([f32; 3], [f32; 3]) = ([0.5; 3], [0.5; 3]);
+
+impl VlmConfig for Config {
+    fn title(&self) -> String {
+        format!("Qwen 3.5, {} layers of width {}", self.text.layers.len(), self.text.hidden_size)
+    }
+
+    fn token_ids(&self) -> TokenIds {
+        let eos = self.eos_token_ids.first().copied();
+        TokenIds { pad: self.text.pad_token_id.or(eos).unwrap_or(0), bos: None, needs_bos: false, eos }
+    }
+
+    fn placeholders(&self) -> Placeholders {
+        Config::placeholders(self)
+    }
+
+    fn around_picture(&self) -> (u32, u32) {
+        (self.vision_start_token_id, self.vision_end_token_id)
+    }
+
+    fn turns(&self) -> Turns {
+        Turns { open: "<|im_start|>", close: "<|im_end|>", assistant: "assistant" }
+    }
+
+    fn layer_work(&self) -> Vec<LayerWork> {
+        self.text.layer_work()
+    }
+
+    fn image_settings(&self) -> Option<Box<dyn ImageSettings>> {
+        settings(self).map(|settings| Box::new(settings) as Box<dyn ImageSettings>)
+    }
+
+    fn read_image_settings(&self, folder: &Path) -> Result<std::result::Result<Box<dyn ImageSettings>, String>> {
+        let Some(model) = settings(self) else { return Ok(Err("this model takes no pictures".to_string())) };
+        match or_missing(Qwen3_5ImageSettings::from_folder(folder))? {
+            Err(reason) => Ok(Err(reason)),
+            Ok(settings) => {
+                check_settings(&settings, &model)?;
+                Ok(Ok(Box::new(settings)))
+            }
+        }
+    }
+
+    /// The grid of positions is interpolated to any shape.
+    fn check_picture(&self, _: (usize, usize)) -> std::result::Result<(), String> {
+        Ok(())
+    }
+
+    fn model(&self, weights: &Weights) -> Result<Box<dyn VlmModel>> {
+        let merge_size = self.vision.as_ref().map_or(1, |vision| vision.spatial_merge_size);
+        let image = Config::placeholders(self).image;
+        Ok(Box::new(Placed { model: Model::new(self, weights)?, merge_size, image }))
+    }
+}
+
+/// The model, and what the places of pictures in a row depend on.
+#[derive(Debug)]
+struct Placed {
+    model: Model,
+    merge_size: usize,
+    image: Option<u32>,
+}
+
+impl VlmModel for Placed {
+    fn hidden(
+        &self,
+        batch: &Batch,
+        context: &CpContext,
+        recompute: &Recompute,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let inputs = self.inputs(batch, dtype, device)?;
+        let local = self.model.shard(&self.model.embed(&inputs, &mut ())?, &inputs.position_ids_3bs, context)?;
+        Ok(self.model.decode_with(&local, context, recompute, &mut ())?)
+    }
+
+    fn loss(&self, hidden_bsh: &Tensor, labels: &ShardedLabels) -> Result<Tensor> {
+        Ok(self.model.loss(hidden_bsh, labels)?)
+    }
+
+    fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        Ok(self.model.logits(hidden)?)
+    }
+}
+
+impl Placed {
+    fn inputs(&self, batch: &Batch, dtype: DType, device: &Device) -> Result<Inputs> {
+        let mut inputs = Inputs::text(Tensor::new(batch.ids.clone(), &Device::Cpu)?, self.positions(batch)?);
+        if let Some((pixels, grids)) = tensors(&batch.pictures, dtype, device)? {
+            (inputs.pixel_values, inputs.image_grid_thw) = (Some(pixels), Some(grids));
+        }
+        Ok(inputs)
+    }
+
+    /// `[3, rows, tokens]`, i64; row by row, as each row has its own pictures.
+    fn positions(&self, batch: &Batch) -> Result<Tensor> {
+        let mut grids = batch.pictures.iter().map(|picture| picture.grid_thw);
+        let mut axes: [Vec<i64>; 3] = Default::default();
+        for (row, ids) in batch.ids.iter().enumerate() {
+            let types: Vec<u8> = ids.iter().map(|&id| u8::from(self.image == Some(id))).collect();
+            let pictures = batch.pictures_of_row(row);
+            let grids: Vec<[usize; 3]> = grids.by_ref().take(pictures).collect();
+            let positions = mrope_positions(&types, &batch.documents[row], &grids, self.merge_size)?;
+            axes.iter_mut().zip(positions).for_each(|(axis, row)| axis.extend(row));
+        }
+        let shape = (3, batch.ids.len(), batch.seq_len());
+        Ok(Tensor::from_vec(axes.concat(), shape, &Device::Cpu)?)
+    }
+}
+
+fn settings(config: &Config) -> Option<Qwen3_5ImageSettings> {
+    let vision = config.vision.as_ref()?;
+    let unit = vision.patch_size * vision.spatial_merge_size;
+    Some(Qwen3_5ImageSettings {
+        patch_size: vision.patch_size,
+        temporal_patch_size: vision.temporal_patch_size,
+        merge_size: vision.spatial_merge_size,
+        // 64 to 16,384 soft tokens, as in released checkpoints.
+        min_pixels: 64 * unit * unit,
+        max_pixels: 16_384 * unit * unit,
+        rescale_factor: 1.0 / 255.0,
+        normalize: Some(MEAN_AND_DEVIATION),
+    })
+}
+
+fn check_settings(found: &Qwen3_5ImageSettings, model: &Qwen3_5ImageSettings) -> Result<()> {
+    let shape = |s: &Qwen3_5ImageSettings| (s.patch_size, s.temporal_patch_size, s.merge_size);
+    match shape(found) == shape(model) {
+        true => Ok(()),
+        false => {
+            let tell = |s: &Qwen3_5ImageSettings| {
+                let (patch, time, merge) = shape(s);
+                format!("patch_size {patch}, temporal_patch_size {time}, merge_size {merge}")
+            };
+            Err(Error::Task {
+                task: "pictures",
+                reason: format!(
+                    "the processor's files say {}, but config.json says {}; take both from one checkpoint",
+                    tell(found),
+                    tell(model)
+                ),
+            })
+        }
+    }
+}
+
+/// `pixel_values [patches of all pictures, patch_dim]` and `image_grid_thw [pictures, 3]`, the grids on the CPU. `None`
+/// for no picture.
+fn tensors(pictures: &[Arc<ImagePatches>], dtype: DType, device: &Device) -> Result<Option<(Tensor, Tensor)>> {
+    let Some(first) = pictures.first() else { return Ok(None) };
+    let pixels: Vec<f32> = pictures.iter().flat_map(|picture| picture.pixels.iter().copied()).collect();
+    let grids: Vec<i64> = pictures.iter().flat_map(|picture| picture.grid_thw.map(|side| side as i64)).collect();
+    let patches = pixels.len() / first.patch_dim;
+    let pixels = Tensor::from_vec(pixels, (patches, first.patch_dim), device)?.to_dtype(dtype)?;
+    Ok(Some((pixels, Tensor::from_vec(grids, (pictures.len(), 3), &Device::Cpu)?)))
+}
