@@ -68,6 +68,7 @@ impl Activation {
         match self {
             Self::GeluTanh => x.gelu(),
             Self::Silu => x.silu(),
+            Self::Sigmoid => sigmoid(x),
         }
     }
 
@@ -83,13 +84,23 @@ impl Activation {
                 Ok(((x * above)?, slope))
             }
             Self::Silu => {
-                let sigmoid = x.affine(0.5, 0.0)?.tanh()?.affine(0.5, 0.5)?;
+                let sigmoid = sigmoid(x)?;
                 let value = (x * &sigmoid)?;
                 let slope = (&sigmoid + (&value * sigmoid.affine(-1.0, 1.0)?)?)?;
                 Ok((value, slope))
             }
+            Self::Sigmoid => {
+                let value = sigmoid(x)?;
+                let slope = (&value * value.affine(-1.0, 1.0)?)?;
+                Ok((value, slope))
+            }
         }
     }
+}
+
+/// By the hyperbolic tangent, which overflows nowhere.
+fn sigmoid(x: &Tensor) -> Result<Tensor> {
+    x.affine(0.5, 0.0)?.tanh()?.affine(0.5, 0.5)
 }
 
 #[cfg(test)]
@@ -106,7 +117,7 @@ mod tests {
         let x = Var::from_tensor(&random(&[5, 14], DType::F64, 1)?)?;
         let weights = Var::from_tensor(&random(&[4, 2], DType::F64, 2)?)?;
         let grad = random(&[5, 7], DType::F64, 3)?;
-        for activation in [Activation::GeluTanh, Activation::Silu] {
+        for activation in [Activation::GeluTanh, Activation::Silu, Activation::Sigmoid] {
             let found = composed_expert_gate(&x, &weights, &slots, activation)?;
             let expected = expert_gate(&x, &weights, &slots, activation)?;
             assert_close("y", &found, &expected, 1e-12)?;

@@ -17,6 +17,8 @@ pub enum Activation {
     GeluTanh,
     /// `x * sigmoid(x)`.
     Silu,
+    /// `1 / (1 + exp(-x))`.
+    Sigmoid,
 }
 
 /// An activation as a type, so that loops over it have no branch.
@@ -35,6 +37,10 @@ macro_rules! with_curve {
             }
             crate::fused::Activation::Silu => {
                 let $curve = crate::fused::gate::Silu;
+                $body
+            }
+            crate::fused::Activation::Sigmoid => {
+                let $curve = crate::fused::gate::Sigmoid;
                 $body
             }
         }
@@ -119,12 +125,28 @@ impl Curve for GeluTanh {
 pub struct Silu;
 
 impl Curve for Silu {
-    /// By `sigmoid(x) = (1 + tanh(x / 2)) / 2`.
     #[inline(always)]
     fn at<T: Real>(self, x: T) -> (T, T) {
-        let number = T::from_f64;
-        let sigmoid = number(0.5) + number(0.5) * (number(0.5) * x).tanh();
+        let sigmoid = sigmoid(x);
         let value = x * sigmoid;
-        (value, sigmoid + value * (number(1.0) - sigmoid))
+        (value, sigmoid + value * (T::from_f64(1.0) - sigmoid))
     }
+}
+
+#[derive(Clone, Copy)]
+pub struct Sigmoid;
+
+impl Curve for Sigmoid {
+    #[inline(always)]
+    fn at<T: Real>(self, x: T) -> (T, T) {
+        let sigmoid = sigmoid(x);
+        (sigmoid, sigmoid * (T::from_f64(1.0) - sigmoid))
+    }
+}
+
+/// By `sigmoid(x) = (1 + tanh(x / 2)) / 2`, which overflows nowhere.
+#[inline(always)]
+fn sigmoid<T: Real>(x: T) -> T {
+    let half = T::from_f64(0.5);
+    half + half * (half * x).tanh()
 }
