@@ -38,6 +38,7 @@ mod balance;
 pub mod comm;
 mod context;
 mod coordinates;
+mod delta_rule;
 mod element;
 mod error;
 mod gathered;
@@ -54,7 +55,7 @@ mod tokens;
 mod with_backward;
 
 pub use balance::{LayerWork, live_work};
-pub use candle_cp_kernels::{Bounds, KEY_BLOCK, Order, QUERY_BLOCK, TileCount, instructions};
+pub use candle_cp_kernels::{Bounds, DeltaHeads, KEY_BLOCK, Order, QUERY_BLOCK, TileCount, instructions};
 pub use comm::Communicator;
 pub use context::CpContext;
 pub use coordinates::{Coordinates, attend_with_coordinates};
