@@ -21,6 +21,7 @@ mod arithmetic;
 mod backward;
 mod compiled;
 mod cross_entropy;
+mod delta_rule;
 mod element;
 mod forward;
 pub mod gpu;
@@ -37,6 +38,10 @@ mod tile;
 
 pub use backward::{Gradients, Saved, backward_chunk, output_dot};
 pub use cross_entropy::{CrossEntropy, cross_entropy_row};
+pub use delta_rule::{
+    DeltaBackward, DeltaBackwardRun, DeltaBlocks, DeltaForward, DeltaForwardRun, DeltaGradients, DeltaHeads,
+    DeltaInputs, DeltaPassed, DeltaRun, delta_initial_gradients, delta_states, delta_transitions,
+};
 pub use element::Element;
 pub use forward::{Forward, forward_chunk};
 pub use heads::{Heads, Order, Shape};
