@@ -9,10 +9,14 @@ use super::{Real, TASK, slice, with_real, with_slices};
 /// sqrt(2 / pi)
 pub(super) const SCALE: f64 = std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2;
 pub(super) const CUBIC: f64 = 0.044715;
+/// 1 / sqrt(2 pi): the normal density at 0.
+pub(super) const DENSITY: f64 = 0.5 * SCALE;
 
-/// What the gate of a gated MLP goes through.
+/// What the gate of a gated MLP, or the middle of a plain one, goes through.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
+    /// The exact GELU: `x` times the normal distribution function at `x`.
+    Gelu,
     /// The tanh form of GELU.
     GeluTanh,
     /// `x * sigmoid(x)`.
@@ -31,6 +35,10 @@ pub trait Curve: Copy + Send + Sync {
 macro_rules! with_curve {
     ($activation:expr, $curve:ident => $body:expr) => {
         match $activation {
+            crate::fused::Activation::Gelu => {
+                let $curve = crate::fused::gate::Gelu;
+                $body
+            }
             crate::fused::Activation::GeluTanh => {
                 let $curve = crate::fused::gate::GeluTanh;
                 $body
@@ -104,6 +112,19 @@ fn backward<T: Real>([gate, up, grad]: [&[T]; 3], curve: impl Curve) -> (Vec<T>,
         }
     });
     (gate_grad, up_grad)
+}
+
+#[derive(Clone, Copy)]
+pub struct Gelu;
+
+impl Curve for Gelu {
+    #[inline(always)]
+    fn at<T: Real>(self, x: T) -> (T, T) {
+        let number = T::from_f64;
+        let below = number(0.5) + number(0.5) * (number(std::f64::consts::FRAC_1_SQRT_2) * x).erf();
+        let density = number(DENSITY) * (number(-0.5) * x * x).exp();
+        (x * below, below + x * density)
+    }
 }
 
 #[derive(Clone, Copy)]
