@@ -64,7 +64,7 @@ mod tests {
     use crate::fused::composed_activate;
     use crate::fused::testing::{assert_close, random};
 
-    const ALL: [Activation; 3] = [Activation::Gelu, Activation::GeluTanh, Activation::Silu];
+    const ALL: [Activation; 4] = [Activation::Gelu, Activation::GeluTanh, Activation::Silu, Activation::Sigmoid];
 
     fn gradient(y: &Tensor, grad: &Tensor, x: &Var) -> Result<Tensor> {
         Ok((y * grad)?.sum_all()?.backward()?.get(x).expect("x is tracked").clone())
