@@ -46,6 +46,7 @@ mod launch;
 mod layout;
 mod loss;
 mod mask;
+mod pieces;
 mod plan;
 mod ring;
 mod shard;
