@@ -20,6 +20,7 @@ mod amx;
 mod arithmetic;
 mod backward;
 mod compiled;
+mod conv;
 mod cross_entropy;
 mod delta_rule;
 mod element;
@@ -37,6 +38,7 @@ mod tests;
 mod tile;
 
 pub use backward::{Gradients, Saved, backward_chunk, output_dot};
+pub use conv::{CausalConv, ConvActivation, ConvRow};
 pub use cross_entropy::{CrossEntropy, cross_entropy_row};
 pub use delta_rule::{
     DeltaBackward, DeltaBackwardRun, DeltaBlocks, DeltaForward, DeltaForwardRun, DeltaGradients, DeltaHeads,
