@@ -3,6 +3,7 @@
 //! Generic code is compiled in the crate that uses it, with that crate's settings; these are not generic, so that they
 //! are fast in every build, tests included.
 
+use crate::conv;
 use crate::cross_entropy::Row;
 use crate::matmul::Product;
 use crate::softmax::{Probabilities, Rescale, ScoreGradient, Softmax};
@@ -27,6 +28,12 @@ pub trait Compiled: Sized {
     #[doc(hidden)]
     #[allow(private_interfaces)]
     fn cross_entropy(row: Row<'_, '_, Self>) -> f64;
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn conv_forward(block: conv::ForwardBlock<'_, '_, Self>);
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn conv_backward(block: conv::BackwardBlock<'_, '_, Self>);
 }
 
 macro_rules! compile {
@@ -50,6 +57,12 @@ macro_rules! compile {
             }
             fn cross_entropy(row: Row<'_, '_, Self>) -> f64 {
                 pulp::Arch::new().dispatch(row)
+            }
+            fn conv_forward(block: conv::ForwardBlock<'_, '_, Self>) {
+                pulp::Arch::new().dispatch(block);
+            }
+            fn conv_backward(block: conv::BackwardBlock<'_, '_, Self>) {
+                pulp::Arch::new().dispatch(block);
             }
         }
     )*};

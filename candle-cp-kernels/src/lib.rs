@@ -20,7 +20,9 @@ mod amx;
 mod arithmetic;
 mod backward;
 mod compiled;
+mod conv;
 mod cross_entropy;
+mod delta_rule;
 mod element;
 mod forward;
 pub mod gpu;
@@ -36,7 +38,12 @@ mod tests;
 mod tile;
 
 pub use backward::{Gradients, Saved, backward_chunk, output_dot};
+pub use conv::{CausalConv, ConvActivation, ConvRow};
 pub use cross_entropy::{CrossEntropy, cross_entropy_row};
+pub use delta_rule::{
+    DeltaBackward, DeltaBackwardRun, DeltaBlocks, DeltaForward, DeltaForwardRun, DeltaGradients, DeltaHeads,
+    DeltaInputs, DeltaPassed, DeltaRun, delta_initial_gradients, delta_states, delta_transitions,
+};
 pub use element::Element;
 pub use forward::{Forward, forward_chunk};
 pub use heads::{Heads, Order, Shape};

@@ -28,7 +28,7 @@ pub use fields::Fields;
 pub use fused::{Activation, testing};
 pub use linear::{Linear, project};
 pub use lora::{Adapter, DropoutStep, LoraError, LoraOptions, LoraReport, LoraTargets, TargetMatches};
-pub use mlp::{Mlp, gated};
+pub use mlp::{Mlp, activate, gated};
 pub use norm::{LayerNorm, RmsNorm, wide};
 pub use recompute::Recompute;
 pub use rope::Rope;

@@ -5,6 +5,7 @@
 //!   thousands; at a width of 64 it would leave every signal 6 times too small, and the second term takes over.
 //! - Norm weights are 1, except those over query and key heads: attention has no scale of its own, so they start
 //!   at `head_dim^(-1/4)` each, which makes the scores as large as the usual `1 / sqrt(head_dim)` would.
+//! - Rates whose logarithm is trained lie evenly between two bounds.
 //! - Biases are 0; buffers have the value that changes nothing.
 
 use std::f64::consts::TAU;
@@ -25,6 +26,10 @@ pub fn tensor(spec: &TensorSpec, dtype: DType, device: &Device, seed: u64) -> ca
         Role::Bias | Role::Unused => vec![0.0; count],
         Role::Norm => vec![1.0; count],
         Role::HeadNorm => vec![(count as f64).powf(-0.25); count],
+        Role::LogUniform { low, high } => {
+            let mut stream = Normal::new(seed, &spec.name);
+            (0..count).map(|_| (low + (high - low) * stream.uniform()).ln()).collect()
+        }
         Role::Buffer { fresh } => vec![fresh; count],
     };
     Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
@@ -107,6 +112,18 @@ impl Iterator for Normal {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn logarithms_are_those_of_even_numbers() {
+        let role = Role::LogUniform { low: 0.5, high: 8.0 };
+        let spec = TensorSpec { name: "a".into(), shape: vec![4000], role };
+        let values = tensor(&spec, DType::F64, &Device::Cpu, 7).unwrap().exp().unwrap().to_vec1::<f64>().unwrap();
+        assert!(values.iter().all(|value| (0.5..=8.0 + 1e-9).contains(value)));
+        let mean = values.iter().sum::<f64>() / 4000.0;
+        assert!((mean - 4.25).abs() < 0.15, "{mean}");
+        let low = values.iter().filter(|value| **value < 1.25).count();
+        assert!((320..480).contains(&low), "{low} of 4000 in the lowest tenth");
+    }
 
     #[test]
     fn numbers_are_standard_normal_and_depend_on_seed_and_name() {

@@ -14,6 +14,12 @@ pub trait ModelConfig {
     /// The text of `config.json` that it was made from, unchanged.
     fn to_json(&self) -> String;
 
+    /// How names of tensors begin that are no part of the model, such as those of a head for another purpose. Those that
+    /// a checkpoint has, and that [`ModelConfig::tensors`] does not list, are kept as with [`Role::Unused`].
+    fn unread_prefixes(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// The path in transformers' model of the module that holds a tensor, from its name in a checkpoint without
     /// `.weight`. Most models need nothing but this default: the name.
     fn module_path(&self, name: &str) -> String {
@@ -38,6 +44,13 @@ pub enum Role {
     Norm,
     /// The weight of the norm over a query or key head. Trained.
     HeadNorm,
+    /// A vector whose fresh entries are logarithms of numbers that lie evenly between `low` and `high`. Trained.
+    LogUniform {
+        /// Smallest number, above 0.
+        low: f64,
+        /// Largest number.
+        high: f64,
+    },
     /// A constant: kept, saved, not trained. Fresh ones hold `fresh` everywhere.
     Buffer {
         /// Value of a fresh one.

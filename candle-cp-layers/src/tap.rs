@@ -6,7 +6,7 @@ use candle_core::Tensor;
 
 /// Receives intermediate tensors by name while a model runs.
 ///
-/// The names are `rope.<layer type>.cos` and `.sin`, `vision.patch_embed`, `vision.layer.N`, `vision.tower_out`,
+/// The names are `rope.<layer type>.cos` and `.sin` (`rope.cos` and `.sin` where all layers share them), `vision.patch_embed`, `vision.layer.N`, `vision.tower_out`,
 /// `vision.features`, `audio.subsample`, `audio.layer.N`, `audio.tower_out`, `audio.features` (padding included),
 /// `mid.inputs_embeds`, `mid.hidden_states.N` (after decoder layer N) and `mid.final_norm`.
 /// What the decoder records is the local slice of its rank.

@@ -2,6 +2,7 @@
 
 use crate::attention::{self, ring_attention};
 use crate::comm::{Communicator, Local};
+use crate::delta_rule::{self, StatePlan};
 use crate::error::Result;
 use crate::gathered::{self, GatheredKeys};
 use crate::gpu::{self, GpuDevice};
@@ -11,9 +12,9 @@ use crate::plan::{AttentionPlan, Trim};
 use crate::shard::{self, ShardedLabels};
 use crate::tokens::Tokens;
 use candle_core::{Device, Tensor};
-use candle_cp_kernels::Order;
+use candle_cp_kernels::{DeltaHeads, Order};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// Context of one batch on one rank. A clone is cheap and shares the plans.
 ///
@@ -29,6 +30,7 @@ struct Inner {
     tokens: Tokens,
     trim: Trim,
     plans: Mutex<BTreeMap<MaskRule, Arc<AttentionPlan>>>,
+    states: OnceLock<Arc<StatePlan>>,
 }
 
 impl CpContext {
@@ -50,7 +52,7 @@ impl CpContext {
             let allowed = format!("the batch has {} tokens per row and the group {} ranks", tokens.len(), comm.size());
             return Err(crate::Error::argument("layout", given, allowed, "make the layout from both"));
         }
-        Ok(Self(Arc::new(Inner { comm, layout, tokens, trim, plans: Mutex::default() })))
+        Ok(Self(Arc::new(Inner { comm, layout, tokens, trim, plans: Mutex::default(), states: OnceLock::new() })))
     }
 
     /// One rank that owns everything.
@@ -228,5 +230,34 @@ impl CpContext {
     /// Keys of another context, or queries that do not fit the keys.
     pub fn attend_gathered(&self, q_bshd: &Tensor, keys: &GatheredKeys, scale: f64) -> Result<Tensor> {
         gathered::attend(&self.plan(keys.rule())?, q_bshd, keys, scale)
+    }
+
+    /// The gated delta rule over the documents of the whole row, of which this rank passes in its slice.
+    ///
+    /// `qkv_bsc` `[B, S_local, 2 Hk dk + Hv dv]` holds queries, keys and values of all heads one after the other; queries
+    /// and keys are normalised here (`x / sqrt(sum of x^2 + 1e-6)`) and queries multiplied by `dk^-0.5`. `g_bsh`
+    /// `[B, S_local, Hv]` is the log of the decay, at most 0, `beta_bsh` `[B, S_local, Hv]` the strength of writing. Value
+    /// head `h` reads key head `h / (Hv / Hk)`. Per value head and token, with a state `S` `[dk, dv]` that starts as zeros
+    /// in every document:
+    ///
+    /// ```text
+    /// S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
+    /// ```
+    ///
+    /// Returns `[B, S_local, Hv, dv]` in the type of `qkv_bsc`: f32, f64, bf16 or f16. The state and all sums are f32 (f64 for
+    /// f64). Padding has output 0 and gradient 0. Every rank has to call it, and later to call backward. The CPU only.
+    ///
+    /// # Errors
+    /// Shapes or types that do not fit each other or the context; a tensor that is not on the CPU; a failing peer.
+    pub fn delta_rule(
+        &self,
+        qkv_bsc: &Tensor,
+        g_bsh: &Tensor,
+        beta_bsh: &Tensor,
+        heads: &DeltaHeads,
+    ) -> Result<Tensor> {
+        let Inner { comm, layout, tokens, states, .. } = &*self.0;
+        let plan = states.get_or_init(|| Arc::new(StatePlan::new(layout, tokens, comm.rank())));
+        delta_rule::delta_rule(comm, plan, (qkv_bsc, g_bsh, beta_bsh), heads)
     }
 }

@@ -1,4 +1,4 @@
-//! The gates by tensor operations, for what the one-pass operations do not take. They compute in f32 (f64 for f64), keep
+//! The activations by tensor operations, for what the one-pass operations do not take. They compute in f32 (f64 for f64), keep
 //! nothing for backward but their inputs, and have the exact slope: that of Candle's GELU has six digits.
 
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor, bail};
 use candle_cp::with_backward;
 
-use super::gate::{Activation, CUBIC, SCALE};
+use super::gate::{Activation, CUBIC, DENSITY, SCALE};
 use crate::norm::wide;
 
 /// `activation(gate) * up`, elementwise, in the type of `gate`.
@@ -19,6 +19,16 @@ pub fn composed_gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Res
         let up_grad = (&grad * value)?.to_dtype(dtype)?;
         let gate_grad = ((grad * widened(up)?)? * slope)?.to_dtype(dtype)?;
         Ok([Some(gate_grad), Some(up_grad)])
+    })
+}
+
+/// `activation(x)`, elementwise.
+pub fn composed_activate(x: &Tensor, activation: Activation) -> Result<Tensor> {
+    let dtype = x.dtype();
+    let y = activation.value(&widened(x)?)?.to_dtype(dtype)?;
+    with_backward("activate", [x], y, move |[x], grad| {
+        let (_, slope) = activation.curve(&widened(x)?)?;
+        Ok([Some((widened(grad)? * slope)?.to_dtype(dtype)?)])
     })
 }
 
@@ -66,14 +76,22 @@ fn widened(x: &Tensor) -> Result<Tensor> {
 impl Activation {
     fn value(self, x: &Tensor) -> Result<Tensor> {
         match self {
+            Self::Gelu => x.gelu_erf(),
             Self::GeluTanh => x.gelu(),
             Self::Silu => x.silu(),
+            Self::Sigmoid => sigmoid(x),
         }
     }
 
     /// Value and slope.
     fn curve(self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         match self {
+            Self::Gelu => {
+                let below = x.affine(std::f64::consts::FRAC_1_SQRT_2, 0.0)?.erf()?.affine(0.5, 0.5)?;
+                let value = (x * &below)?;
+                let density = x.sqr()?.affine(-0.5, 0.0)?.exp()?.affine(DENSITY, 0.0)?;
+                Ok((value, (below + (x * density)?)?))
+            }
             Self::GeluTanh => {
                 let square = x.sqr()?;
                 let tanh = (square.affine(SCALE * CUBIC, SCALE)? * x)?.tanh()?;
@@ -83,13 +101,23 @@ impl Activation {
                 Ok(((x * above)?, slope))
             }
             Self::Silu => {
-                let sigmoid = x.affine(0.5, 0.0)?.tanh()?.affine(0.5, 0.5)?;
+                let sigmoid = sigmoid(x)?;
                 let value = (x * &sigmoid)?;
                 let slope = (&sigmoid + (&value * sigmoid.affine(-1.0, 1.0)?)?)?;
                 Ok((value, slope))
             }
+            Self::Sigmoid => {
+                let value = sigmoid(x)?;
+                let slope = (&value * value.affine(-1.0, 1.0)?)?;
+                Ok((value, slope))
+            }
         }
     }
+}
+
+/// By the hyperbolic tangent, which overflows nowhere.
+fn sigmoid(x: &Tensor) -> Result<Tensor> {
+    x.affine(0.5, 0.0)?.tanh()?.affine(0.5, 0.5)
 }
 
 #[cfg(test)]
@@ -106,7 +134,7 @@ mod tests {
         let x = Var::from_tensor(&random(&[5, 14], DType::F64, 1)?)?;
         let weights = Var::from_tensor(&random(&[4, 2], DType::F64, 2)?)?;
         let grad = random(&[5, 7], DType::F64, 3)?;
-        for activation in [Activation::GeluTanh, Activation::Silu] {
+        for activation in [Activation::Gelu, Activation::GeluTanh, Activation::Silu, Activation::Sigmoid] {
             let found = composed_expert_gate(&x, &weights, &slots, activation)?;
             let expected = expert_gate(&x, &weights, &slots, activation)?;
             assert_close("y", &found, &expected, 1e-12)?;

@@ -9,14 +9,20 @@ use super::{Real, TASK, slice, with_real, with_slices};
 /// sqrt(2 / pi)
 pub(super) const SCALE: f64 = std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2;
 pub(super) const CUBIC: f64 = 0.044715;
+/// 1 / sqrt(2 pi): the normal density at 0.
+pub(super) const DENSITY: f64 = 0.5 * SCALE;
 
-/// What the gate of a gated MLP goes through.
+/// What the gate of a gated MLP, or the middle of a plain one, goes through.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
+    /// The exact GELU: `x` times the normal distribution function at `x`.
+    Gelu,
     /// The tanh form of GELU.
     GeluTanh,
     /// `x * sigmoid(x)`.
     Silu,
+    /// `1 / (1 + exp(-x))`.
+    Sigmoid,
 }
 
 /// An activation as a type, so that loops over it have no branch.
@@ -29,12 +35,20 @@ pub trait Curve: Copy + Send + Sync {
 macro_rules! with_curve {
     ($activation:expr, $curve:ident => $body:expr) => {
         match $activation {
+            crate::fused::Activation::Gelu => {
+                let $curve = crate::fused::gate::Gelu;
+                $body
+            }
             crate::fused::Activation::GeluTanh => {
                 let $curve = crate::fused::gate::GeluTanh;
                 $body
             }
             crate::fused::Activation::Silu => {
                 let $curve = crate::fused::gate::Silu;
+                $body
+            }
+            crate::fused::Activation::Sigmoid => {
+                let $curve = crate::fused::gate::Sigmoid;
                 $body
             }
         }
@@ -101,6 +115,19 @@ fn backward<T: Real>([gate, up, grad]: [&[T]; 3], curve: impl Curve) -> (Vec<T>,
 }
 
 #[derive(Clone, Copy)]
+pub struct Gelu;
+
+impl Curve for Gelu {
+    #[inline(always)]
+    fn at<T: Real>(self, x: T) -> (T, T) {
+        let number = T::from_f64;
+        let below = number(0.5) + number(0.5) * (number(std::f64::consts::FRAC_1_SQRT_2) * x).erf();
+        let density = number(DENSITY) * (number(-0.5) * x * x).exp();
+        (x * below, below + x * density)
+    }
+}
+
+#[derive(Clone, Copy)]
 pub struct GeluTanh;
 
 impl Curve for GeluTanh {
@@ -119,12 +146,28 @@ impl Curve for GeluTanh {
 pub struct Silu;
 
 impl Curve for Silu {
-    /// By `sigmoid(x) = (1 + tanh(x / 2)) / 2`.
     #[inline(always)]
     fn at<T: Real>(self, x: T) -> (T, T) {
-        let number = T::from_f64;
-        let sigmoid = number(0.5) + number(0.5) * (number(0.5) * x).tanh();
+        let sigmoid = sigmoid(x);
         let value = x * sigmoid;
-        (value, sigmoid + value * (number(1.0) - sigmoid))
+        (value, sigmoid + value * (T::from_f64(1.0) - sigmoid))
     }
+}
+
+#[derive(Clone, Copy)]
+pub struct Sigmoid;
+
+impl Curve for Sigmoid {
+    #[inline(always)]
+    fn at<T: Real>(self, x: T) -> (T, T) {
+        let sigmoid = sigmoid(x);
+        (sigmoid, sigmoid * (T::from_f64(1.0) - sigmoid))
+    }
+}
+
+/// By `sigmoid(x) = (1 + tanh(x / 2)) / 2`, which overflows nowhere.
+#[inline(always)]
+fn sigmoid<T: Real>(x: T) -> T {
+    let half = T::from_f64(0.5);
+    half + half * (half * x).tanh()
 }

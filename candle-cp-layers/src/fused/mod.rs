@@ -1,17 +1,20 @@
-//! Norm, rope and the gated activation in one pass over memory each, forward and backward, for f32 and f64 on the
+//! Norm, rope and the activations in one pass over memory each, forward and backward, for f32 and f64 on the
 //! CPU. Put together from plain operations the same steps touch memory ten times as often, and most of a small
 //! model's training step goes into them. Other types and devices use tensor operations, but for the norm, which
 //! computes short types in f32 anyway.
 
+mod activate;
 mod composed;
 mod expert_gate;
 mod gate;
 mod norm;
 mod rope;
 
+use candle_core::cpu::erf::{erf_f32, erf_f64};
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, WithDType};
 
-pub use self::composed::{composed_expert_gate, composed_gated};
+pub use self::activate::activate;
+pub use self::composed::{composed_activate, composed_expert_gate, composed_gated};
 pub use self::expert_gate::expert_gate;
 pub use self::gate::{Activation, gated};
 pub use self::norm::rms_norm;
@@ -32,6 +35,10 @@ pub trait Real: WithDType {
     fn sqrt(self) -> Self;
     /// Hyperbolic tangent, within 2e-7 for f32.
     fn tanh(self) -> Self;
+    /// Exponential.
+    fn exp(self) -> Self;
+    /// Error function.
+    fn erf(self) -> Self;
 }
 
 impl Real for f64 {
@@ -41,6 +48,14 @@ impl Real for f64 {
 
     fn tanh(self) -> Self {
         self.tanh()
+    }
+
+    fn exp(self) -> Self {
+        self.exp()
+    }
+
+    fn erf(self) -> Self {
+        erf_f64(self)
     }
 }
 
@@ -52,6 +67,14 @@ impl Real for f32 {
     /// Free of branches and calls, so that loops over it are vectorized.
     fn tanh(self) -> Self {
         candle_cp_kernels::Real::tanh(self)
+    }
+
+    fn exp(self) -> Self {
+        self.exp()
+    }
+
+    fn erf(self) -> Self {
+        erf_f32(self)
     }
 }
 

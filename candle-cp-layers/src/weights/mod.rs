@@ -88,7 +88,9 @@ impl Weights {
         device: &Device,
         options: &LoadOptions,
     ) -> Result<Self> {
-        Self::load_specs(dir, &config.tensors(), dtype, device, options)
+        let files = WeightFiles::open(dir)?;
+        let specs = specs(&files, config);
+        Self::load_specs(files, &specs, dtype, device, options)
     }
 
     /// How many tensors [`Weights::load_with`] would load to be trained; only the files' headers are read.
@@ -96,21 +98,21 @@ impl Weights {
     /// # Errors
     /// As [`Weights::load_with`].
     pub fn check(dir: &Path, config: &dyn ModelConfig, options: &LoadOptions) -> Result<usize> {
-        let specs = config.tensors();
-        places(&WeightFiles::open(dir)?, &specs)?;
+        let files = WeightFiles::open(dir)?;
+        let specs = specs(&files, config);
+        places(&files, &specs)?;
         options.freeze.check(&specs)?;
         Ok(specs.iter().filter(|spec| spec.is_trained() && !options.freeze.covers(&spec.name)).count())
     }
 
     fn load_specs(
-        dir: &Path,
+        files: WeightFiles,
         specs: &[TensorSpec],
         dtype: DType,
         device: &Device,
         options: &LoadOptions,
     ) -> Result<Self> {
         check_dtype(dtype)?;
-        let files = WeightFiles::open(dir)?;
         let places = places(&files, specs)?;
         let mut weights = Self::empty();
         weights.notices = files.notices().to_vec();
@@ -289,6 +291,17 @@ impl Kept {
         let runs = pieces.iter().map(|(_, bytes)| *bytes).collect();
         Content::Bytes { dtype: pieces[0].0.dtype, shape: tensor.shape.clone(), runs }
     }
+}
+
+/// The tensors of a model, and those of the files that it keeps unread.
+fn specs(files: &WeightFiles, config: &dyn ModelConfig) -> Vec<TensorSpec> {
+    let mut specs = config.tensors();
+    let listed: BTreeSet<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
+    let unread = |name: &str| config.unread_prefixes().iter().any(|prefix| name.starts_with(prefix));
+    let found = files.shapes().into_iter().filter(|(name, _)| unread(name) && !listed.contains(name.as_str()));
+    let kept: Vec<_> = found.map(|(name, shape)| TensorSpec { name, shape, role: Role::Unused }).collect();
+    specs.extend(kept);
+    specs
 }
 
 /// Which tensors of the files make up each tensor of the table; unread ones only if they are there.

@@ -55,7 +55,7 @@ fn raw(dir: &Path) -> Raw {
 
 fn load(dir: &Path, specs: &[TensorSpec], freeze: &[Part]) -> Result<Weights> {
     let options = LoadOptions::new().freeze(freeze.iter().copied());
-    Weights::load_specs(dir, specs, DType::F32, &Device::Cpu, &options)
+    Weights::load_specs(WeightFiles::open(dir)?, specs, DType::F32, &Device::Cpu, &options)
 }
 
 fn saved(weights: &Weights) -> Raw {
@@ -100,6 +100,46 @@ fn unread_tensors_may_be_there_in_any_type_and_shape_and_are_saved_unchanged() {
     assert!(unlisted.to_string().contains("2 unexpected"), "{unlisted}");
     let only_read = folder(&Tensors::from([(format!("{LAYER}.{read}"), numbers(&[3, 2], 1.0))]));
     assert_eq!(saved(&load(only_read.path(), &specs, &[]).unwrap()).len(), 1);
+}
+
+/// A model of one tensor, beside which files may hold a head for another purpose.
+struct WithHead;
+
+impl ModelConfig for WithHead {
+    fn tensors(&self) -> Vec<TensorSpec> {
+        vec![matrix("a.weight", &[2, 2]), TensorSpec { name: "head.read".into(), ..matrix("", &[2]) }]
+    }
+
+    fn unread_prefixes(&self) -> &'static [&'static str] {
+        &["head."]
+    }
+
+    fn to_json(&self) -> String {
+        "{}".to_string()
+    }
+}
+
+#[test]
+fn tensors_under_a_prefix_are_kept_unread() {
+    let own = [(format!("{LAYER}.a.weight"), numbers(&[2, 2], 1.0)), ("head.read".into(), numbers(&[2], 9.0))];
+    let beside = [
+        ("head.fc.weight".to_string(), numbers(&[3, 5], 20.0).to_dtype(DType::F16).unwrap()),
+        ("head.layers.0.experts.1.up_proj.weight".to_string(), numbers(&[7], 50.0)),
+    ];
+    let dir = folder(&own.iter().chain(&beside).cloned().collect());
+    let before = raw(dir.path());
+    let options = LoadOptions::default();
+    let weights = Weights::load(dir.path(), &WithHead, DType::F32, &Device::Cpu).unwrap();
+    assert_eq!(weights.variables().len(), 2, "what the model lists is read although the prefix fits");
+    assert_eq!(weights.frozen().len() + weights.buffers().len(), 0);
+    assert_eq!(Weights::check(dir.path(), &WithHead, &options).unwrap(), 2);
+    assert_eq!(saved(&weights), before);
+    let bare = folder(&own.iter().cloned().collect());
+    assert_eq!(saved(&Weights::load(bare.path(), &WithHead, DType::F32, &Device::Cpu).unwrap()).len(), 2);
+    let other = [("heads.fc.weight".to_string(), numbers(&[1], 0.0))];
+    let dir = folder(&own.into_iter().chain(other).collect());
+    let error = Weights::check(dir.path(), &WithHead, &options).unwrap_err().to_string();
+    assert!(error.contains("1 unexpected: heads.fc.weight"), "{error}");
 }
 
 #[test]

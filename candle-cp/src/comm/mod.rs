@@ -25,6 +25,10 @@ pub enum Traffic {
     KeyValue,
     /// Gradients of keys and values on their way back to their owner.
     KeyValueGradient,
+    /// What pieces of a sequence do to the state of a recurrence.
+    State,
+    /// Gradients of the state of a recurrence.
+    StateGradient,
     /// Sums over ranks.
     AllReduce,
     /// Gathered slices.
