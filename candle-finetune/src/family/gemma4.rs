@@ -96,13 +96,7 @@ impl VlmModel for Model {
         dtype: DType,
         device: &Device,
     ) -> Result<Tensor> {
-        let input_ids_bs = Tensor::new(batch.ids.clone(), &Device::Cpu)?;
-        let inputs = match tensors(&batch.pictures, dtype, device)? {
-            None => Inputs::text(input_ids_bs),
-            Some((pixels, positions)) => {
-                Inputs { pixel_values: Some(pixels), image_position_ids: Some(positions), ..Inputs::text(input_ids_bs) }
-            }
-        };
+        let inputs = inputs(batch, dtype, device)?;
         let local = self.shard(&self.embed(&inputs, &mut ())?, &inputs.input_ids_bs, context)?;
         Ok(self.decode_with(&local, context, recompute, &mut ())?)
     }
@@ -114,6 +108,21 @@ impl VlmModel for Model {
     fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         Ok(Model::logits(self, hidden)?)
     }
+}
+
+/// What the model reads of a batch; pixels in `dtype` on `device`. Ids and positions stay on the CPU, where the model looks
+/// at them.
+///
+/// # Errors
+/// A tensor operation failed.
+pub fn inputs(batch: &Batch, dtype: DType, device: &Device) -> Result<Inputs> {
+    let input_ids_bs = Tensor::new(batch.ids.clone(), &Device::Cpu)?;
+    Ok(match tensors(&batch.pictures, dtype, device)? {
+        None => Inputs::text(input_ids_bs),
+        Some((pixels, positions)) => {
+            Inputs { pixel_values: Some(pixels), image_position_ids: Some(positions), ..Inputs::text(input_ids_bs) }
+        }
+    })
 }
 
 fn settings(config: &Config) -> Option<Gemma4ImageSettings> {

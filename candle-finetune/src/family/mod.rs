@@ -2,8 +2,8 @@
 //!
 //! A family of one's own is a [`VlmConfig`] and a [`VlmModel`]; all of the recipe works on these two.
 
-mod gemma4;
-//QQ mod qwen3_5;
+pub mod gemma4;
+pub mod qwen3_5;
 
 use std::fmt::{self, Debug};
 use std::path::Path;
@@ -54,8 +54,7 @@ impl Family {
     pub fn config(self, json: &str) -> Result<Arc<dyn VlmConfig>> {
         Ok(match self {
             Self::Gemma4 => Arc::new(candle_gemma4::Config::from_json(json)?),
-            Self::Qwen3_5 => unimplemented!(), //QQQ
-                                               //QQ             Self::Qwen3_5 => Arc::new(candle_qwen3_5::Config::from_json(json)?),
+            Self::Qwen3_5 => Arc::new(candle_qwen3_5::Config::from_json(json)?),
         })
     }
 
@@ -69,7 +68,7 @@ impl Family {
         let json: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
         let found = json.get("model_type").and_then(serde_json::Value::as_str);
         match found {
-            //QQ             Some(name) if name.starts_with("qwen3_5") => Ok(Arc::new(candle_qwen3_5::Config::from_folder(folder)?)),
+            Some(name) if name.starts_with("qwen3_5") => Ok(Arc::new(candle_qwen3_5::Config::from_folder(folder)?)),
             Some(name) if !name.starts_with("gemma4") => {
                 Err(Error::UnknownFamily { folder: folder.to_path_buf(), found: name.to_string() })
             }

@@ -64,7 +64,7 @@ impl VlmConfig for Config {
     }
 
     fn model(&self, weights: &Weights) -> Result<Box<dyn VlmModel>> {
-        let merge_size = self.vision.as_ref().map_or(1, |vision| vision.spatial_merge_size);
+        let merge_size = self.vision.as_ref().map_or(1, |vision| vision.shape.spatial_merge_size);
         let image = Config::placeholders(self).image;
         Ok(Box::new(Placed { model: Model::new(self, weights)?, merge_size, image }))
     }
@@ -88,7 +88,8 @@ impl VlmModel for Placed {
         device: &Device,
     ) -> Result<Tensor> {
         let inputs = self.inputs(batch, dtype, device)?;
-        let local = self.model.shard(&self.model.embed(&inputs, &mut ())?, &inputs.position_ids_3bs, context)?;
+        let local =
+            self.model.shard(&self.model.embed(&inputs, &mut ())?, inputs.position_ids_abs.as_ref(), context)?;
         Ok(self.model.decode_with(&local, context, recompute, &mut ())?)
     }
 
@@ -103,7 +104,8 @@ impl VlmModel for Placed {
 
 impl Placed {
     fn inputs(&self, batch: &Batch, dtype: DType, device: &Device) -> Result<Inputs> {
-        let mut inputs = Inputs::text(Tensor::new(batch.ids.clone(), &Device::Cpu)?, self.positions(batch)?);
+        let mut inputs = Inputs::text(Tensor::new(batch.ids.clone(), &Device::Cpu)?);
+        inputs.position_ids_abs = Some(self.positions(batch)?);
         if let Some((pixels, grids)) = tensors(&batch.pictures, dtype, device)? {
             (inputs.pixel_values, inputs.image_grid_thw) = (Some(pixels), Some(grids));
         }
@@ -128,11 +130,11 @@ impl Placed {
 
 fn settings(config: &Config) -> Option<Qwen3_5ImageSettings> {
     let vision = config.vision.as_ref()?;
-    let unit = vision.patch_size * vision.spatial_merge_size;
+    let unit = vision.shape.patch_size * vision.shape.spatial_merge_size;
     Some(Qwen3_5ImageSettings {
-        patch_size: vision.patch_size,
-        temporal_patch_size: vision.temporal_patch_size,
-        merge_size: vision.spatial_merge_size,
+        patch_size: vision.shape.patch_size,
+        temporal_patch_size: vision.shape.temporal_patch_size,
+        merge_size: vision.shape.spatial_merge_size,
         // 64 to 16,384 soft tokens, as in released checkpoints.
         min_pixels: 64 * unit * unit,
         max_pixels: 16_384 * unit * unit,

@@ -120,7 +120,7 @@ impl Config {
     }
 
     /// What is no text.
-    pub(crate) fn placeholders(&self) -> Placeholders {
+    pub fn placeholders(&self) -> Placeholders {
         match self.architecture.is_text_only() {
             true => Placeholders::default(),
             false => Placeholders {
