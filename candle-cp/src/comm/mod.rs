@@ -24,6 +24,10 @@ pub enum Traffic {
     KeyValue,
     /// Gradients of keys and values on their way back to their owner.
     KeyValueGradient,
+    /// Tokens before a piece of a sequence, for an operator that looks a few tokens back.
+    Halo,
+    /// Gradients of those tokens on their way back to their owner.
+    HaloGradient,
     /// Sums over ranks.
     AllReduce,
     /// Gathered slices.

@@ -9,13 +9,15 @@ pub const HEADER_LEN: usize = 16;
 const MAX_RANK: usize = 8;
 const MAGIC: u64 = 0x6361_6e64_6c65_4350;
 const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
-const KINDS: [Traffic; 6] = [
+const KINDS: [Traffic; 8] = [
     Traffic::KeyValue,
     Traffic::KeyValueGradient,
     Traffic::AllReduce,
     Traffic::Gather,
     Traffic::Broadcast,
     Traffic::Barrier,
+    Traffic::Halo,
+    Traffic::HaloGradient,
 ];
 
 /// Tag, type and shape of a message.
