@@ -72,16 +72,8 @@ impl HaloPlan {
                 row.copy_from_slice(own(source.row));
             }
         }
-        self.trade(
-            comm,
-            Traffic::Halo,
-            |hop| (&hop.send, &hop.receive),
-            channels,
-            own,
-            |row, x| {
-                halo[row * channels..][..channels].copy_from_slice(x);
-            },
-        )?;
+        let place = |row: usize, x: &[T]| halo[row * channels..][..channels].copy_from_slice(x);
+        self.trade(comm, Traffic::Halo, |hop| (&hop.send, &hop.receive), channels, own, place)?;
         Ok(halo)
     }
 
