@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
 use candle_cp_layers::testing::{assert_close, random};
-use candle_cp_layers::{Activation, Error, LoadOptions, ModelConfig, Part, Result, Role, Table, TensorSpec, Weights};
+use candle_cp_layers::{
+    Activation, Error, LoadOptions, LoraOptions, ModelConfig, Part, Result, Role, Table, TensorSpec, Weights,
+};
 use candle_qwen3_5::vision::{VisionShape, VisionTower, push_tensors};
 
 const FAMILIES: [&str; 2] = ["qwen3_5-dense", "qwen3_5-moe"];
@@ -288,6 +290,29 @@ fn a_frozen_tower_leaves_nothing_for_backward() -> Result<()> {
     assert_close("features", &found.features_th, &case["vision.features"], 2e-4)?;
     for (name, x) in taps {
         assert!(!x.track_op(), "{name} is part of a graph");
+    }
+    Ok(())
+}
+
+#[test]
+fn all_projections_of_the_tower_but_the_convolution_take_adapters() -> Result<()> {
+    let shape = odd_shape(Activation::GeluTanh);
+    let config = TowerOnly { shape: shape.clone(), others: Vec::new() };
+    let grids = grid_tensor(&GRIDS)?;
+    let pixels = random(&[PATCHES, shape.patch_len()], DType::F64, 2)?;
+    let plain = odd_weights(&shape)?;
+    let mut weights = plain.clone();
+    let expected = VisionTower::new(&shape, &plain)?.forward(&pixels, &grids, &mut ())?.features_th;
+    weights.add_lora(&config, &LoraOptions::new(2, 4.0).parts([Part::Vision]), 5)?;
+    let adapted = weights.variables();
+    // Four in each of two blocks, two in the merger; A and B of each.
+    assert_eq!(adapted.len(), 2 * (2 * 4 + 2));
+    let found = VisionTower::new(&shape, &weights)?.forward(&pixels, &grids, &mut ())?.features_th;
+    assert_close("fresh adapters", &found, &expected, 1e-12)?;
+    let store = found.sqr()?.sum_all()?.backward()?;
+    for (name, var) in adapted {
+        let gradient = store.get(var).expect("every adapter has a gradient");
+        assert_eq!(largest(gradient)? > 0.0, name.contains("lora_B"), "{name}: A begins behind a B of zeros");
     }
     Ok(())
 }
