@@ -59,7 +59,8 @@ impl Decoder {
 
     fn check_input(&self, local: &LocalInputs, context: &CpContext) -> Result<()> {
         let (batch, tokens) = (context.tokens().batch(), context.layout().local_len(context.rank()));
-        let wrong = |name, found: &Tensor, expected| Error::Input { name, found: format!("{:?}", found.dims()), expected };
+        let wrong =
+            |name, found: &Tensor, expected| Error::Input { name, found: format!("{:?}", found.dims()), expected };
         let expected = [batch, tokens, self.text.hidden_size];
         if local.embeds_bsh.dims() != expected {
             let expected = format!("{expected:?} = [batch, tokens of this rank, hidden_size]");

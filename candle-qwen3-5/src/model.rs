@@ -7,9 +7,7 @@ use crate::config::Config;
 use crate::decoder::Decoder;
 use crate::names;
 use crate::vision::VisionTower;
-use candle_cp_layers::{
-    Embedding, EmbeddingSettings, Error, Features, Media, Recompute, Result, Tap, Weights, wide,
-};
+use candle_cp_layers::{Embedding, EmbeddingSettings, Error, Features, Media, Recompute, Result, Tap, Weights, wide};
 
 /// One batch, the same on every rank.
 #[derive(Debug, Clone)]
