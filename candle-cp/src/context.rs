@@ -2,6 +2,7 @@
 
 use crate::attention::{self, ring_attention};
 use crate::comm::{Communicator, Local};
+use crate::conv;
 use crate::delta_rule::{self, StatePlan};
 use crate::error::Result;
 use crate::gathered::{self, GatheredKeys};
@@ -12,7 +13,7 @@ use crate::plan::{AttentionPlan, Trim};
 use crate::shard::{self, ShardedLabels};
 use crate::tokens::Tokens;
 use candle_core::{Device, Tensor};
-use candle_cp_kernels::{DeltaHeads, Order};
+use candle_cp_kernels::{ConvActivation, DeltaHeads, Order};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -259,5 +260,20 @@ impl CpContext {
         let Inner { comm, layout, tokens, states, .. } = &*self.0;
         let plan = states.get_or_init(|| Arc::new(StatePlan::new(layout, tokens, comm.rank())));
         delta_rule::delta_rule(comm, plan, (qkv_bsc, g_bsh, beta_bsh), heads)
+    }
+
+    /// Causal depthwise convolution along the row, then the activation: with `weight_ck` `[C, K]` or `[C, 1, K]`,
+    /// `y[t, c] = sum over j of weight[c, j] * x[t - (K - 1) + j, c]`, where tokens of another document count as 0. The last
+    /// tap meets the token itself. `x_bsc` `[B, S_local, C]` is this rank's slice; slices and their pieces may be shorter
+    /// than K. Types: f32, f64, bf16, f16, the same for both; sums run in f32 (f64 for f64). Padding gets output 0 and
+    /// gradient 0. Returns `[B, S_local, C]`.
+    ///
+    /// The weight's gradient is this rank's part, to be summed over ranks as all gradients of weights are. Every rank has to
+    /// call it, and later to call backward. The CPU only.
+    ///
+    /// # Errors
+    /// Shapes or types that do not fit each other or the context; a tensor that is not on the CPU; a failing peer.
+    pub fn causal_conv(&self, x_bsc: &Tensor, weight_ck: &Tensor, activation: ConvActivation) -> Result<Tensor> {
+        conv::causal_conv(&self.0.comm, &self.0.layout, &self.0.tokens, x_bsc, weight_ck, activation)
     }
 }

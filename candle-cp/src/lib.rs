@@ -37,6 +37,7 @@ mod attention;
 mod balance;
 pub mod comm;
 mod context;
+mod conv;
 mod coordinates;
 mod delta_rule;
 mod element;
@@ -55,7 +56,9 @@ mod tokens;
 mod with_backward;
 
 pub use balance::{LayerWork, live_work};
-pub use candle_cp_kernels::{Bounds, DeltaHeads, KEY_BLOCK, Order, QUERY_BLOCK, TileCount, instructions};
+pub use candle_cp_kernels::{
+    Bounds, ConvActivation, DeltaHeads, KEY_BLOCK, Order, QUERY_BLOCK, TileCount, instructions,
+};
 pub use comm::Communicator;
 pub use context::CpContext;
 pub use coordinates::{Coordinates, attend_with_coordinates};

@@ -28,6 +28,10 @@ pub enum Traffic {
     State,
     /// Gradients of the state of a recurrence.
     StateGradient,
+    /// Tokens before a piece of a sequence, for an operator that looks a few tokens back.
+    Halo,
+    /// Gradients of those tokens on their way back to their owner.
+    HaloGradient,
     /// Sums over ranks.
     AllReduce,
     /// Gathered slices.

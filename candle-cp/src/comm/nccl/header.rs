@@ -9,7 +9,7 @@ pub const HEADER_LEN: usize = 16;
 const MAX_RANK: usize = 8;
 const MAGIC: u64 = 0x6361_6e64_6c65_4350;
 const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
-const KINDS: [Traffic; 8] = [
+const KINDS: [Traffic; 10] = [
     Traffic::KeyValue,
     Traffic::KeyValueGradient,
     Traffic::AllReduce,
@@ -18,6 +18,8 @@ const KINDS: [Traffic; 8] = [
     Traffic::Barrier,
     Traffic::State,
     Traffic::StateGradient,
+    Traffic::Halo,
+    Traffic::HaloGradient,
 ];
 
 /// Tag, type and shape of a message.
