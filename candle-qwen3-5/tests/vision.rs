@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
 use candle_cp_layers::testing::{assert_close, random};
-use candle_cp_layers::{Activation, Error, LoadOptions, ModelConfig, Part, Result, Role, Table, TensorSpec, Weights};
+use candle_cp_layers::{
+    Activation, Error, LoadOptions, LoraOptions, ModelConfig, Part, Result, Role, Table, TensorSpec, Weights,
+};
 use candle_qwen3_5::vision::{VisionShape, VisionTower, push_tensors};
 
 const FAMILIES: [&str; 2] = ["qwen3_5-dense", "qwen3_5-moe"];
@@ -41,6 +43,12 @@ fn tensors(path: &str) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(fixture(path), &Device::Cpu).unwrap()
 }
 
+/// What `vision/make.py` wrote.
+fn odd_case() -> HashMap<String, Tensor> {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vision/odd.safetensors");
+    candle_core::safetensors::load(file, &Device::Cpu).unwrap()
+}
+
 /// That of the fixtures.
 fn golden_shape() -> VisionShape {
     VisionShape {
@@ -70,16 +78,16 @@ fn largest(x: &Tensor) -> Result<f64> {
     Ok(x.abs()?.flatten_all()?.max(0)?.to_dtype(DType::F64)?.to_scalar()?)
 }
 
-/// With settings that no released model has; rows of the learned grid past 5 x 5 are not read.
+/// With settings that no released model has, those of `vision/make.py`; the learned grid is read up to 5 x 5.
 fn odd_shape(activation: Activation) -> VisionShape {
     VisionShape {
         depth: 2,
-        hidden_size: 24,
-        num_heads: 3,
+        hidden_size: 16,
+        num_heads: 2,
         intermediate_size: 10,
         activation,
         patch_size: 2,
-        temporal_patch_size: 1,
+        temporal_patch_size: 3,
         spatial_merge_size: 3,
         num_position_embeddings: 27,
         out_hidden_size: 7,
@@ -103,7 +111,7 @@ fn grid_tensor(grids: &[[usize; 3]]) -> Result<Tensor> {
     Ok(Tensor::from_vec(flat, (grids.len(), 3), &Device::Cpu)?)
 }
 
-/// A picture, a clip of two frames and a picture of one soft token.
+/// A picture, a clip of two frames and a picture of one soft token, as in `vision/make.py`.
 const GRIDS: [[usize; 3]; 3] = [[1, 3, 9], [2, 6, 3], [1, 3, 3]];
 const PATCHES: usize = 27 + 36 + 9;
 
@@ -137,6 +145,30 @@ fn values_and_gradients_are_those_of_hugging_face() -> Result<()> {
             let tolerance = (1e-3 * largest(expected)?).max(1e-7);
             assert_close(name, store.get(var).expect("every weight has a gradient"), expected, tolerance)?;
         }
+    }
+    Ok(())
+}
+
+#[test]
+fn other_settings_and_clips_are_those_of_hugging_face() -> Result<()> {
+    let shape = odd_shape(Activation::Silu);
+    let case = odd_case();
+    let weights = odd_weights(&shape)?;
+    for (name, var) in weights.variables() {
+        var.set(&case[name].to_dtype(DType::F64)?)?;
+    }
+    let tower = VisionTower::new(&shape, &weights)?;
+    let found = tower.forward(&case["pixel_values"], &case["image_grid_thw"], &mut ())?;
+    assert_eq!(found.per_item, [3, 4, 1]);
+    let close = |name: &str, found: &Tensor, expected: &Tensor| -> Result<()> {
+        // What transformers computes in f32 shows.
+        Ok(assert_close(name, &found.to_dtype(DType::F32)?, expected, 1e-5 * largest(expected)?)?)
+    };
+    close("features", &found.features_th, &case["features"])?;
+    let cotangent = case["cotangent"].to_dtype(DType::F64)?;
+    let store = (found.features_th * cotangent)?.sum_all()?.backward()?;
+    for (name, var) in weights.variables() {
+        close(name, store.get(var).expect("every weight has a gradient"), &case[&format!("grad.{name}")])?;
     }
     Ok(())
 }
@@ -219,6 +251,24 @@ fn images_and_frames_do_not_see_each_other() -> Result<()> {
 }
 
 #[test]
+fn a_tower_follows_its_weights() -> Result<()> {
+    let shape = odd_shape(Activation::GeluTanh);
+    let weights = odd_weights(&shape)?;
+    let tower = VisionTower::new(&shape, &weights)?;
+    let pixels = random(&[9, shape.patch_len()], DType::F64, 2)?;
+    let run = |tower: &VisionTower| tower.forward(&pixels, &grid_tensor(&[[1, 3, 3]])?, &mut ());
+    for (name, var) in weights.variables() {
+        let before = run(&tower)?.features_th;
+        var.set(&(random(var.dims(), DType::F64, 4)? + var.as_tensor())?)?;
+        let after = run(&tower)?.features_th;
+        // The bias of keys moves all scores of a query alike, but it is in one tensor with those of queries and values.
+        assert!(largest(&(&after - before)?)? > 1e-6, "{name} was changed and nothing shows it");
+        assert_close(name, &after, &run(&VisionTower::new(&shape, &weights)?)?.features_th, 0.0)?;
+    }
+    Ok(())
+}
+
+#[test]
 fn no_images_give_no_features() -> Result<()> {
     let shape = odd_shape(Activation::GeluTanh);
     let tower = VisionTower::new(&shape, &odd_weights(&shape)?)?;
@@ -240,6 +290,29 @@ fn a_frozen_tower_leaves_nothing_for_backward() -> Result<()> {
     assert_close("features", &found.features_th, &case["vision.features"], 2e-4)?;
     for (name, x) in taps {
         assert!(!x.track_op(), "{name} is part of a graph");
+    }
+    Ok(())
+}
+
+#[test]
+fn all_projections_of_the_tower_but_the_convolution_take_adapters() -> Result<()> {
+    let shape = odd_shape(Activation::GeluTanh);
+    let config = TowerOnly { shape: shape.clone(), others: Vec::new() };
+    let grids = grid_tensor(&GRIDS)?;
+    let pixels = random(&[PATCHES, shape.patch_len()], DType::F64, 2)?;
+    let plain = odd_weights(&shape)?;
+    let mut weights = plain.clone();
+    let expected = VisionTower::new(&shape, &plain)?.forward(&pixels, &grids, &mut ())?.features_th;
+    weights.add_lora(&config, &LoraOptions::new(2, 4.0).parts([Part::Vision]), 5)?;
+    let adapted = weights.variables();
+    // Four in each of two blocks, two in the merger; A and B of each.
+    assert_eq!(adapted.len(), 2 * (2 * 4 + 2));
+    let found = VisionTower::new(&shape, &weights)?.forward(&pixels, &grids, &mut ())?.features_th;
+    assert_close("fresh adapters", &found, &expected, 1e-12)?;
+    let store = found.sqr()?.sum_all()?.backward()?;
+    for (name, var) in adapted {
+        let gradient = store.get(var).expect("every adapter has a gradient");
+        assert_eq!(largest(gradient)? > 0.0, name.contains("lora_B"), "{name}: A begins behind a B of zeros");
     }
     Ok(())
 }
@@ -273,20 +346,20 @@ fn wrong_inputs_and_shapes_are_named() -> Result<()> {
     let message = error(&[9, 9], &[[1, 3, 3]]).to_string();
     assert_eq!(
         message,
-        "input pixel_values: found [9, 9]; expected [patches, 8] (2 colours, temporal_patch_size 1, patch_size 2)"
+        "input pixel_values: found [9, 9]; expected [patches, 24] (2 colours, temporal_patch_size 3, patch_size 2)"
     );
-    assert!(matches!(error(&[1, 9, 8], &[[1, 3, 3]]), Error::Input { name: "pixel_values", .. }));
-    assert!(matches!(error(&[18, 8], &[[1, 3, 3]]), Error::Input { name: "image_grid_thw", .. }));
-    assert!(matches!(error(&[12, 8], &[[1, 3, 4]]), Error::PatchGrid { image: 0, .. }));
+    assert!(matches!(error(&[1, 9, 24], &[[1, 3, 3]]), Error::Input { name: "pixel_values", .. }));
+    assert!(matches!(error(&[18, 24], &[[1, 3, 3]]), Error::Input { name: "image_grid_thw", .. }));
+    assert!(matches!(error(&[12, 24], &[[1, 3, 4]]), Error::PatchGrid { image: 0, .. }));
 
     let refused = |change: fn(&mut VisionShape)| {
         let mut changed = shape.clone();
         change(&mut changed);
         VisionTower::new(&changed, &weights).unwrap_err().to_string()
     };
-    let message = refused(|shape| shape.num_heads = 4);
+    let message = refused(|shape| shape.num_heads = 3);
     assert!(
-        message.starts_with("config.json: vision_config.hidden_size is 24: must be num_heads (4) times"),
+        message.starts_with("config.json: vision_config.hidden_size is 16: must be num_heads (3) times"),
         "{message}"
     );
     let message = refused(|shape| shape.spatial_merge_size = 0);
