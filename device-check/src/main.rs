@@ -27,8 +27,8 @@ struct Options {
     #[arg(long, default_value_t = 240)]
     random: usize,
     /// The most tokens of a random case with head size 64, 128, 256 and 512.
-    #[arg(long, value_delimiter = ',', num_args = 4, default_values_t = [300, 200, 150, 100])]
-    longest: Vec<usize>,
+    #[arg(long, value_parser = sizes, default_value = "300,200,150,100")]
+    longest: Sizes,
     /// Seconds for measuring; repetitions are cut to hold them, shapes are not.
     #[arg(long, default_value_t = 60)]
     seconds: u64,
@@ -57,6 +57,12 @@ fn main() -> ExitCode {
     }
 }
 
+fn sizes(text: &str) -> std::result::Result<Sizes, String> {
+    let numbers = text.split(',').map(|x| x.trim().parse().ok().filter(|&x| x > 0)).collect::<Option<Vec<usize>>>();
+    let sizes = numbers.and_then(|numbers| numbers.try_into().ok());
+    sizes.map(Sizes).ok_or_else(|| "four numbers above 0, with commas between them".into())
+}
+
 /// Checks that failed.
 fn run(options: &Options) -> Result<usize> {
     let start = Instant::now();
@@ -65,8 +71,7 @@ fn run(options: &Options) -> Result<usize> {
     said(&format!("{}: compiling the PTX", device.name()));
     device.load_all()?;
     said("checking");
-    let sizes = Sizes([options.longest[0], options.longest[1], options.longest[2], options.longest[3]]);
-    let report = device_check::check(&mut device, &options.fixtures, options.random, sizes)?;
+    let report = device_check::check(&mut device, &options.fixtures, options.random, options.longest)?;
     let failed = report.failures().count();
     said(&format!("{} checks, {failed} failed", report.cases.len()));
     let mut measured = Vec::new();
