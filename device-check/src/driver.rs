@@ -26,7 +26,9 @@ macro_rules! functions {
             pub fn open(path: &Path) -> Result<Self> {
                 let fail = |e: libloading::Error| {
                     let library = path.display().to_string();
-                    Error::Library { library, reason: e.to_string() }
+                    // The loader's own words are one level down.
+                    let reason = std::error::Error::source(&e).map_or(e.to_string(), |words| words.to_string());
+                    Error::Library { library, reason }
                 };
                 // SAFETY: the driver's initialisers have no conditions of their own.
                 let library = unsafe { Library::new(path) }.map_err(fail)?;
