@@ -82,6 +82,7 @@ const MMA_FLOPS: f64 = 4096.0;
 
 fn main() {
     let counted = count_all();
+    assumptions();
     static_table(&counted);
     rows_table();
     predictions(&counted);
@@ -287,16 +288,19 @@ fn rows_table() {
     }
 }
 
-/// Clocks of a multiprocessor for one tile, by unit.
+/// Clocks of a multiprocessor for one tile.
 struct Clocks {
+    /// By unit.
     tensor: f64,
     shared: f64,
     issue: f64,
     exponentials: f64,
     l2: f64,
-    /// One block's phases, one after the other, shared among the blocks that run at a time.
-    in_turn: f64,
-    /// What a block does once.
+    /// By phase, which barriers keep apart: products with their latency, and everything else. Thread blocks that run at a
+    /// time share them.
+    products: f64,
+    rest: f64,
+    /// Of a thread block, not of a tile.
     once: f64,
 }
 
@@ -305,24 +309,27 @@ impl Clocks {
         let blocks = resident(device, c.registers(device.sm), c.kernel.threads, c.kernel.shared_bytes) as f64;
         let rate = device.tensor * device.mma_share / MMA_FLOPS;
         let l2_width = device.l2 / device.multiprocessors;
-        let tensor = c.per_tile[MMA] / rate;
         let shared = c.both(SHARED_BYTES) / SHARED_WIDTH;
         let exponentials = (c.tile.rows * c.tile.columns) as f64 / EXPONENTIALS;
         let others = (c.per_tile[INSTRUCTIONS] - c.per_tile[MMA] - c.per_tile[LDMATRIX]) / ISSUE;
         // A warp loads its operands of a step of 16, then multiplies: its scheduler's tensor core idles for the latency
         // unless other warps fill it.
         let scheduler_warps = c.warps() / 4.0;
-        let products: f64 = steps(c)
-            .iter()
-            .map(|(steps, mma)| {
-                let busy = mma / (rate / 4.0);
-                steps * (scheduler_warps * busy).max(LATENCY + busy)
-            })
-            .sum();
-        let block = products.max(shared) + others.max(exponentials);
+        let products = steps(c).into_iter().map(|(steps, mma)| {
+            let busy = mma / (rate / 4.0);
+            steps * (scheduler_warps * busy).max(LATENCY + busy)
+        });
         let once = (c.once[INSTRUCTIONS] / ISSUE).max((c.once[GLOBAL[0]] + c.once[GLOBAL[1]]) / l2_width);
-        let (issue, l2) = (c.per_tile[INSTRUCTIONS] / ISSUE, c.both(GLOBAL) / l2_width);
-        Self { tensor, shared, issue, exponentials, l2, in_turn: block / blocks, once }
+        Self {
+            tensor: c.per_tile[MMA] / rate,
+            shared,
+            issue: c.per_tile[INSTRUCTIONS] / ISSUE,
+            exponentials,
+            l2: c.both(GLOBAL) / l2_width,
+            products: products.sum::<f64>().max(shared) / blocks,
+            rest: others.max(exponentials) / blocks,
+            once,
+        }
     }
 
     /// The unit that is busiest, and its clocks.
@@ -354,8 +361,16 @@ fn steps(c: &Counted) -> Vec<(f64, f64)> {
     products
 }
 
-/// Seconds of a kernel over a shape: if only the busiest unit counted, and with the phases of a block in turn.
-fn seconds(device: &Device, c: &Counted, tokens: usize, window: Option<usize>) -> [f64; 2] {
+/// Seconds of a kernel over a shape.
+#[derive(Clone, Copy)]
+struct Seconds {
+    /// If only the busiest unit counted.
+    least: f64,
+    /// Products, everything else in the tiles, what blocks do once.
+    parts: [f64; 3],
+}
+
+fn seconds(device: &Device, c: &Counted, tokens: usize, window: Option<usize>) -> Seconds {
     let see = |query: usize| Bounds {
         first: (query + 1).saturating_sub(window.unwrap_or(usize::MAX)) as u32,
         end: query as u32 + 1,
@@ -364,13 +379,16 @@ fn seconds(device: &Device, c: &Counted, tokens: usize, window: Option<usize>) -
     let make = if c.direction == Direction::BackwardKeys { WorkList::by_keys } else { WorkList::by_queries };
     let list = make(c.tile, 1, &bounds, &[plan(tokens)]);
     let clocks = Clocks::new(device, c);
-    let (tiles, blocks) = (list.live().live() as f64, list.blocks() as f64);
-    let busiest = clocks.busiest().1;
-    [busiest, clocks.in_turn.max(busiest)]
-        .map(|tile| (tiles * tile + blocks * clocks.once) * QUERY_HEADS as f64 / device.multiprocessors / device.clock)
+    let of_clock = QUERY_HEADS as f64 / device.multiprocessors / device.clock;
+    let [tiles, blocks] = [list.live().live(), list.blocks()].map(|n| n as f64 * of_clock);
+    let (busiest, in_turn) = (clocks.busiest().1, clocks.products + clocks.rest);
+    // Several blocks hide each other's phases, but no unit does more than it can.
+    let stretched = (busiest / in_turn).max(1.0) * tiles;
+    let once = blocks * clocks.once;
+    Seconds { least: tiles * busiest + once, parts: [stretched * clocks.products, stretched * clocks.rest, once] }
 }
 
-/// Head size, forward or not, window, TFLOP/s.
+/// Head size, forward or not, window, TFLOP/s; all at 8192 tokens.
 const TARGETS: [(usize, bool, Option<usize>, f64); 5] = [
     (256, true, None, 300.0),
     (512, true, None, 347.0),
@@ -381,35 +399,37 @@ const TARGETS: [(usize, bool, Option<usize>, f64); 5] = [
 
 fn predictions(counted: &[Counted]) {
     for device in &DEVICES {
-        println!("\n## {}: clocks per tile\n", device.name);
+        println!("\n## {}: clocks of a multiprocessor per tile\n", device.name);
+        println!("By unit, and by phase for the blocks that it holds; what a block does once is per block.\n");
         println!(
-            "| D | kernel | tensor cores | shared memory | issue | exponentials | L2 | busiest | phases in turn | once per \
-             block |\n|{}",
-            " --- |".repeat(10)
+            "| D | kernel | tensor cores | shared memory | issue | exponentials | L2 | busiest | products | the rest | once \
+             per block |\n|{}",
+            " --- |".repeat(11)
         );
         let chosen: Vec<(usize, [&Counted; 3])> = HEADS.map(|of| (of[0], choose(device, counted, of[0]))).to_vec();
         for (head, kernels) in &chosen {
             for c in kernels {
                 let clocks = Clocks::new(device, c);
-                let Clocks { tensor, shared, issue, exponentials, l2, in_turn, once } = clocks;
+                let Clocks { tensor, shared, issue, exponentials, l2, products, rest, once } = clocks;
                 println!(
                     "| {head} | {} | {tensor:.0} | {shared:.0} | {issue:.0} | {exponentials:.0} | {l2:.0} | {} | \
-                     {in_turn:.0} | {once:.0} |",
+                     {products:.0} | {rest:.0} | {once:.0} |",
                     c.kernel.name,
                     clocks.busiest().0,
                 );
             }
         }
-        println!("\n## {}: rates, bf16, {QUERY_HEADS} heads, TFLOP/s on pairs that are seen\n", device.name);
+        println!("\n## {}: rates\n", device.name);
         println!(
-            "`at most` counts the busiest unit alone, `expected` the phases of a block in turn; both add what is done once \
-             per block and the passes over rows.\n\n\
-             | D | tokens | window | pass | at most | expected | target | |\n|{}",
-            " --- |".repeat(8)
+            "bf16, {QUERY_HEADS} heads with keys of their own, TFLOP/s on pairs that are seen. `at most` counts the busiest \
+             unit alone, `expected` the phases in turn; both add what blocks do once and the passes over rows. The last \
+             columns are shares of the expected time.\n\n\
+             | D | tokens | window | pass | at most | expected | target | | products | the rest | once | rows |\n|{}",
+            " --- |".repeat(12)
         );
         for (head, kernels) in &chosen {
             for (tokens, window) in [(8192, None), (16384, None), (8192, Some(1024))] {
-                pass(device, *head, kernels, (tokens, window));
+                shape(device, *head, kernels, (tokens, window));
             }
         }
     }
@@ -425,31 +445,64 @@ fn choose<'a>(device: &Device, counted: &'a [Counted], head: usize) -> [&'a Coun
     })
 }
 
-fn pass(device: &Device, head: usize, kernels: &[&Counted; 3], (tokens, window): (usize, Option<usize>)) {
+fn shape(device: &Device, head: usize, kernels: &[&Counted; 3], (tokens, window): (usize, Option<usize>)) {
     let forward_flops = (4 * live_pairs(tokens, window) * head * QUERY_HEADS) as f64;
     // Bytes per number of an operand. Forward: sums are zeroed, finish reads them and writes the output. Backward: three
     // gradients are zeroed, output_dot reads two operands.
     let elements = (tokens * head * QUERY_HEADS) as f64;
-    let rows = [10.0, 16.0].map(|bytes| bytes * elements / device.memory);
-    let [f, q, k] = kernels.map(|c| seconds(device, c, tokens, window));
-    let backward = [q[0] + k[0], q[1] + k[1]];
+    let [forward_rows, backward_rows] = [10.0, 16.0].map(|bytes| bytes * elements / device.memory);
+    let [forward, queries, keys] = kernels.map(|c| seconds(device, c, tokens, window));
+    let parts = std::array::from_fn(|i| queries.parts[i] + keys.parts[i]);
+    let backward = Seconds { least: queries.least + keys.least, parts };
     for (is_forward, flops, seconds, rows) in
-        [(true, forward_flops, f, rows[0]), (false, 2.5 * forward_flops, backward, rows[1])]
+        [(true, forward_flops, forward, forward_rows), (false, 2.5 * forward_flops, backward, backward_rows)]
     {
-        let [most, expected] = seconds.map(|seconds| flops / (seconds + rows) / 1e12);
-        let target = TARGETS.iter().find(|t| (t.0, t.1, t.2) == (head, is_forward, window));
-        let target = target.filter(|_| device.name == "H200").map(|t| t.3);
+        let whole = seconds.parts.iter().sum::<f64>() + rows;
+        let [most, expected] = [seconds.least + rows, whole].map(|seconds| flops / seconds / 1e12);
+        let is = |t: &&(usize, bool, Option<usize>, f64)| (t.0, t.1, t.2) == (head, is_forward, window);
+        let target = TARGETS.iter().find(is).filter(|_| device.name == "H200" && tokens == 8192).map(|t| t.3);
         let verdict = match target {
             Some(target) if expected >= target => "reached",
-            Some(target) if most >= target => "out of reach unless phases overlap",
-            Some(_) => "out of reach",
+            Some(target) if most >= target => "missed",
+            Some(_) => "out of reach of these tiles",
             None => "",
         };
+        let [products, rest, once] = seconds.parts.map(|part| 100.0 * part / whole);
         println!(
-            "| {head} | {tokens} | {} | {} | {most:.0} | {expected:.0} | {} | {verdict} |",
+            "| {head} | {tokens} | {} | {} | {most:.0} | {expected:.0} | {} | {verdict} | {products:.0} % | {rest:.0} % | \
+             {once:.0} % | {:.0} % |",
             window.map_or("-".into(), |w| w.to_string()),
             if is_forward { "forward" } else { "backward" },
             target.map_or("-".into(), |t| t.to_string()),
+            100.0 * rows / whole,
         );
     }
+}
+
+fn assumptions() {
+    println!("## What is assumed\n");
+    for Device { name, multiprocessors, clock, tensor, mma_share, l2, memory, shared, .. } in &DEVICES {
+        println!(
+            "- {name}: {multiprocessors} multiprocessors with {} KiB of shared memory and 65,536 registers at {:.2} GHz; {} \
+             TFLOP/s of dense bf16, of which `mma.sync` reaches {:.0} %; {l2} bytes per clock from L2; {:.2} TB/s of memory.",
+            shared >> 10,
+            clock / 1e9,
+            (multiprocessors * clock * tensor / 1e12).round(),
+            100.0 * mma_share,
+            memory / 1e12,
+        );
+    }
+    println!(
+        "- Sizes, clocks, peaks and memory are the maker's figures. The share of `mma.sync` on Hopper is what microbenchmarks \
+         report (60 to 65 %; the peak needs `wgmma`); the maker gives L2's width for the A100, the H200's is taken to be the \
+         same.\n\
+         - Per clock and multiprocessor: {SHARED_WIDTH} bytes of shared memory without bank conflicts, {ISSUE} instructions \
+         of warps, {EXPONENTIALS} exponentials.\n\
+         - A warp waits {LATENCY} clocks in every step of 16 of a product: 33 for the load of its operands, 33 for the sums. \
+         Nothing overlaps inside a warp; other warps of the scheduler fill the gap.\n\
+         - A PTX instruction is one instruction of the device.\n\
+         - All global traffic of the tiles comes from L2. Zeroing and the kernels over rows move their bytes at the rate of \
+         the memory, and overlap with nothing.\n\
+         - Multiprocessors are evenly loaded; a tile that is seen in part costs a whole one; no power limit, no launch times.\n"
+    );
 }

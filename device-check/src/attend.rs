@@ -263,7 +263,7 @@ fn to_bytes(element: GpuElement, x: &[f64]) -> Vec<u8> {
     }
 }
 
-fn from_bytes(element: GpuElement, bytes: &[u8]) -> Vec<f64> {
+pub(crate) fn from_bytes(element: GpuElement, bytes: &[u8]) -> Vec<f64> {
     let pair = |x: &[u8]| [x[0], x[1]];
     match element {
         GpuElement::Bf16 => bytes.chunks_exact(2).map(|x| bf16::from_le_bytes(pair(x)).to_f64()).collect(),

@@ -161,7 +161,7 @@ pub fn check_case(kernels: &Kernels, case: &Case, found: &Outcome, reference: &O
 }
 
 impl Checked {
-    fn new(name: String, element: GpuElement, head_dim: usize, used: [f64; 5]) -> Self {
+    pub(crate) fn new(name: String, element: GpuElement, head_dim: usize, used: [f64; 5]) -> Self {
         let wrong: Vec<String> = PARTS
             .iter()
             .zip(used)
@@ -179,7 +179,7 @@ fn parts(outcome: &Outcome) -> [&[f64]; 5] {
 }
 
 /// Largest absolute difference. Infinities of the same sign do not differ; a NaN differs from everything.
-fn max_difference(actual: &[f64], expected: &[f64]) -> f64 {
+pub(crate) fn max_difference(actual: &[f64], expected: &[f64]) -> f64 {
     assert_eq!(actual.len(), expected.len(), "lengths differ");
     let difference = |(&a, &b): (&f64, &f64)| if a == b { 0.0 } else { (a - b).abs() };
     let pairs = actual.iter().zip(expected).map(difference);
@@ -192,7 +192,7 @@ fn magnitude(x: &[f64]) -> f64 {
 }
 
 /// Twice the largest change that adding and subtracting 0.3 makes in a type.
-fn jitter(reference: &[f64], element: GpuElement) -> f64 {
+pub(crate) fn jitter(reference: &[f64], element: GpuElement) -> f64 {
     let round = |x: f64| rounded(element, x);
     let change = |&x: &f64| (round(round(round(x) + 0.3) - 0.3) - round(x)).abs();
     2.0 * reference.iter().filter(|x| x.is_finite()).map(change).fold(0.0, f64::max)

@@ -10,7 +10,7 @@
 //! - [`attend`] runs a case on a target, rank by rank and chunk by chunk, forward and backward.
 //! - [`dense`] is the reference, plain loops in f64; [`composed`] is a plain computation in the type of the operands.
 //! - [`check`] compares them by the error-ratio rule.
-//! - [`measure`] times launches with the driver's events.
+//! - [`measure`] times launches with the driver's events, and checks some rows of those long sequences.
 
 mod attend;
 mod case;
@@ -24,6 +24,7 @@ mod error;
 mod golden;
 mod measure;
 mod report;
+mod sampled;
 mod target;
 
 pub use attend::attend;

@@ -71,18 +71,20 @@ fn run(options: &Options) -> Result<usize> {
     said(&format!("{}: compiling the PTX", device.name()));
     device.load_all()?;
     said("checking");
-    let report = device_check::check(&mut device, &options.fixtures, options.random, options.longest)?;
+    let mut report = device_check::check(&mut device, &options.fixtures, options.random, options.longest)?;
     let failed = report.failures().count();
     said(&format!("{} checks, {failed} failed", report.cases.len()));
     let mut measured = Vec::new();
     if !options.check {
         write_result(options, &device, &report, &measured)?;
         let budget = Budget { time: Duration::from_secs(options.seconds), repetitions: options.repetitions };
-        measured = device_check::measure(&mut device, &options.lengths, budget)?;
+        let checked;
+        (measured, checked) = device_check::measure(&mut device, &options.lengths, budget)?;
+        report.cases.extend(checked);
         said("measured");
     }
     print!("{}", write_result(options, &device, &report, &measured)?);
-    Ok(failed)
+    Ok(report.failures().count())
 }
 
 /// Also called before measuring, so that what was found is not lost with it.

@@ -1,7 +1,10 @@
 //! Rates of forward and backward in bf16, timed by the driver's events.
 
+use crate::attend::from_bytes;
+use crate::check::Checked;
 use crate::cuda::CudaDevice;
 use crate::error::Result;
+use crate::sampled::Head;
 use crate::target::Target;
 use candle_cp_kernels::gpu::{DeviceView, Direction, GpuElement, Grads, Kernels, Launch, State, Work, WorkList};
 use candle_cp_kernels::{Bounds, KeyRun, QueryTile, Shape};
@@ -73,22 +76,22 @@ pub fn live_pairs(tokens: usize, window: Option<usize>) -> usize {
     (0..tokens).map(|query| (query + 1).min(window.unwrap_or(usize::MAX))).sum()
 }
 
-/// Measures every shape: head sizes 128, 256 and 512, [`MASKS`], `lengths`.
+/// Measures every shape: head sizes 128, 256 and 512, [`MASKS`], `lengths`. Some rows of each are checked as well.
 ///
 /// # Errors
 /// What the driver says, too little memory among others.
-pub fn measure(device: &mut CudaDevice, lengths: &[usize], budget: Budget) -> Result<Vec<Measurement>> {
+pub fn measure(device: &mut CudaDevice, lengths: &[usize], budget: Budget) -> Result<(Vec<Measurement>, Vec<Checked>)> {
     let shapes = [128, 256, 512].into_iter().flat_map(|d| MASKS.map(|mask| (d, mask)));
     let shapes: Vec<_> = shapes.flat_map(|(d, mask)| lengths.iter().map(move |&tokens| (d, mask, tokens))).collect();
     let start = Instant::now();
-    let mut out = Vec::new();
+    let (mut out, mut checked) = (Vec::new(), Vec::new());
     for (number, &(head_dim, window, tokens)) in shapes.iter().enumerate() {
         let left = budget.time.saturating_sub(start.elapsed()) / (shapes.len() - number) as u32;
         let pass = Pass::new(device, head_dim, tokens, window)?;
-        out.push(pass.measure(device, Budget { time: left, ..budget })?);
+        out.push(pass.measure(device, Budget { time: left, ..budget }, &mut checked)?);
         device.clear()?;
     }
-    Ok(out)
+    Ok((out, checked))
 }
 
 /// One shape with everything it needs in device memory.
@@ -180,10 +183,40 @@ impl Pass {
         self.main_kernel(device, Direction::BackwardKeys)
     }
 
-    fn measure(&self, device: &mut CudaDevice, budget: Budget) -> Result<Measurement> {
+    /// Everything of one head, back from the device.
+    fn head(&self, device: &mut CudaDevice, head: usize) -> Result<Head<'_>> {
+        let Shape { head_dim, queries: tokens, .. } = self.shape;
+        let mut part = |address: u64, width: usize, element: GpuElement| -> Result<Vec<f64>> {
+            let bytes = tokens * width * element.bytes();
+            Ok(from_bytes(element, &device.download(address + (head * bytes) as u64, bytes)?))
+        };
+        let mut wide = |address, element| part(address, head_dim, element);
+        let (bf16, f32, grads) = (GpuElement::Bf16, GpuElement::F32, self.grads);
+        let [q, k, v, d_out, out] = self.views.map(|view| wide(view.address, bf16));
+        let gradients = [grads.d_query, grads.d_key, grads.d_value].map(|address| wide(address, f32));
+        let [dq, dk, dv] = gradients;
+        Ok(Head {
+            name: format!("head {head} of size {head_dim}, {tokens} tokens, window {:?}", self.window),
+            kernels: &self.kernels,
+            tokens,
+            window: self.window,
+            scale: f64::from(self.scale),
+            operands: [q?, k?, v?, d_out?],
+            out: out?,
+            lse: part(grads.lse, 1, f32)?,
+            delta: part(grads.delta, 1, f32)?,
+            gradients: [dq?, dk?, dv?],
+        })
+    }
+
+    fn measure(&self, device: &mut CudaDevice, budget: Budget, checked: &mut Vec<Checked>) -> Result<Measurement> {
         let budget = Budget { time: budget.time / 5, ..budget };
         let forward = repeated(device, budget, |device| self.forward(device))?;
         let backward = repeated(device, budget, |device| self.backward(device))?;
+        // The kernels alone would add to these results.
+        for head in [0, HEADS - 1] {
+            checked.push(self.head(device, head)?.check());
+        }
         let (mut kernels, mut blocks) = ([Measured::default(); 3], [0; 3]);
         for direction in DIRECTIONS {
             kernels[direction as usize] = repeated(device, budget, |device| self.main_kernel(device, direction))?;
