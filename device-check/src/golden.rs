@@ -50,8 +50,8 @@ fn one(folder: &Path, number: usize, entry: &Value) -> Result<(Case, Data, Outco
     if mask.len() != batch * queries * keys {
         return Err(bad(format!("mask has {} entries; it should be {}", mask.len(), batch * queries * keys)));
     }
-    // As one rank, and the longer ones over three ranks as well.
-    let ranks = if number % 2 == 0 { 1 } else { 3 };
+    // Every other one over three ranks.
+    let ranks = if number.is_multiple_of(2) { 1 } else { 3 };
     let parts = |len: usize| (0..ranks).map(|r| (r * len / ranks..(r + 1) * len / ranks).collect()).collect();
     let case = Case {
         name: file.into(),
@@ -66,7 +66,7 @@ fn one(folder: &Path, number: usize, entry: &Value) -> Result<(Case, Data, Outco
         positions: positions(&integers("k_doc")?, &integers("k_pos")?, keys),
         query_ranks: parts(queries),
         key_ranks: parts(keys),
-        placing: Placing { tokens_first: number % 3 == 0, odd: false },
+        placing: Placing { tokens_first: number.is_multiple_of(3), odd: false },
     };
     let data = Data { q: floats("q")?, k: floats("k")?, v: floats("v")?, d_out: floats("dout")? };
     let [out, lse, dq, dk, dv] = ["out", "lse", "dq", "dk", "dv"].map(floats);

@@ -24,10 +24,10 @@ struct Options {
     #[arg(long, default_value = "fixtures/attention")]
     fixtures: PathBuf,
     /// Random cases.
-    #[arg(long, default_value_t = 240)]
+    #[arg(long, default_value_t = 480)]
     random: usize,
     /// The most tokens of a random case with head size 64, 128, 256 and 512.
-    #[arg(long, value_parser = sizes, default_value = "300,200,150,100")]
+    #[arg(long, value_parser = sizes, default_value = "600,400,300,200")]
     longest: Sizes,
     /// Seconds for measuring; repetitions are cut to hold them, shapes are not.
     #[arg(long, default_value_t = 60)]

@@ -43,11 +43,22 @@ fn a_missing_device_is_named() {
 }
 
 #[test]
-fn the_emulated_device_passes() {
+fn the_script_files_what_the_device_gives() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("filed");
+    let _ = std::fs::remove_dir_all(&folder);
     let driver = emulated_driver();
-    let small = ["--check", "--random", "12", "--longest", "20,20,16,12", "--driver", driver.to_str().unwrap()];
-    let (code, text, error) = run(&small);
-    assert_eq!(code, 0, "{error}\n{text}");
+    let output = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/device-check"))
+        .args(["--check", "--binary", env!("CARGO_BIN_EXE_device-check"), "--", "--random", "12"])
+        .args(["--longest", "20,20,16,12", "--driver", driver.to_str().unwrap()])
+        .env("OUT", &folder)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let files: Vec<PathBuf> = std::fs::read_dir(&folder).unwrap().map(|file| file.unwrap().path()).collect();
+    let [file] = &files[..] else { panic!("one file: {files:?}") };
+    assert!(file.file_name().unwrap().to_str().unwrap().starts_with("gpu_ptx-emulator_20"), "{files:?}");
+    let text = std::fs::read_to_string(file).unwrap();
+    assert!(text.starts_with("# Attention kernels on PTX emulator, 20"), "{text}");
     assert!(text.contains("Device: PTX emulator, compute capability 9.0, 132 multiprocessors"), "{text}");
     assert!(text.contains("72 checks, 0 failed"), "{text}");
     assert!(text.contains("| Bf16 | 512 |") && !text.contains("## Rates"), "{text}");
