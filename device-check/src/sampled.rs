@@ -108,3 +108,77 @@ impl Head<'_> {
         [dk, dv].map(|sums| sums.into_iter().map(&round).collect())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_cp_kernels::gpu::GpuLimits;
+
+    const TOKENS: usize = 40;
+    const D: usize = 64;
+
+    /// A head whose results are those of the reference; the gradients after all of its queries.
+    fn head(kernels: &Kernels, window: Option<usize>) -> Head<'_> {
+        let number = |n: usize| rounded(GpuElement::Bf16, ((n * 7919 % 1009) as f64 / 1009.0) * 2.0 - 1.0);
+        let operands: [Vec<f64>; 4] = std::array::from_fn(|i| (0..TOKENS * D).map(|n| number(n + 977 * i)).collect());
+        let nothing = || vec![0.0; TOKENS];
+        let mut head = Head {
+            name: "a head".into(),
+            kernels,
+            tokens: TOKENS,
+            window,
+            scale: 0.25,
+            operands,
+            out: Vec::new(),
+            lse: nothing(),
+            delta: nothing(),
+            gradients: Default::default(),
+        };
+        let all: Vec<bool> = (0..TOKENS * TOKENS).map(|n| head.sees(n / TOKENS, n % TOKENS)).collect();
+        let case = Case {
+            name: String::new(),
+            batch: 1,
+            key_heads: 1,
+            group: 1,
+            head_dim: D,
+            queries: TOKENS,
+            keys: TOKENS,
+            scale: head.scale,
+            mask: all,
+            positions: (0..TOKENS as u32).collect(),
+            query_ranks: Vec::new(),
+            key_ranks: Vec::new(),
+            placing: Placing::default(),
+        };
+        let [q, k, v, d_out] = head.operands.clone();
+        let data = Data { q, k, v, d_out };
+        let result = dense(&case, &data);
+        let rows = result.out.chunks(D).zip(data.d_out.chunks(D));
+        head.delta = rows.map(|(out, d_out)| out.iter().zip(d_out).map(|(a, b)| a * b).sum()).collect();
+        (head.out, head.lse) = (result.out, result.lse);
+        head.gradients = [result.dq, result.dk, result.dv];
+        head
+    }
+
+    #[test]
+    fn right_rows_pass_and_wrong_ones_do_not() {
+        let limits = GpuLimits { capability: (9, 0), shared_bytes: 227 << 10 };
+        let kernels = Kernels::new(GpuElement::Bf16, D, limits).unwrap();
+        for window in [None, Some(9)] {
+            let right = head(&kernels, window);
+            let checked = right.check();
+            assert!(checked.used.iter().all(|&used| used < 1e-3), "{checked:?}");
+            // Row 21 of 40 is one of those that are looked at.
+            let at = (TOKENS / 2 + 1) * D + 5;
+            for part in 0..3 {
+                let mut wrong = head(&kernels, window);
+                wrong.gradients[part][at] += 0.2;
+                let failure = wrong.check().failure.unwrap();
+                assert!(failure.starts_with(["dq", "dk", "dv"][part]), "{failure}");
+            }
+            let mut wrong = head(&kernels, window);
+            wrong.out[at] = f64::NAN;
+            assert!(wrong.check().failure.unwrap().starts_with("out has NaN"));
+        }
+    }
+}
