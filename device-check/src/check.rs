@@ -44,6 +44,8 @@ pub struct Report {
     pub cases: Vec<Checked>,
     /// `module: kernel` of every kernel that ran.
     pub kernels: BTreeSet<String>,
+    /// The last case is one that the target could not run, and nothing runs on it after that.
+    pub stopped: bool,
 }
 
 impl Report {
@@ -59,7 +61,8 @@ impl Report {
 /// less shared memory.
 ///
 /// # Errors
-/// What the target says, and recorded results that cannot be read. A wrong result is no error but in the report.
+/// Recorded results that cannot be read, and a device that has no kernels. Wrong results are in the report, and so is what
+/// the target says where it cannot run a case: a kernel that leaves its memory is found this way.
 pub fn check(target: &mut dyn Target, fixtures: &Path, random: usize, sizes: Sizes) -> Result<Report> {
     let mut report = Report::default();
     for (case, data, expected) in golden(fixtures)? {
@@ -70,7 +73,10 @@ pub fn check(target: &mut dyn Target, fixtures: &Path, random: usize, sizes: Siz
             let data = rounded_data(&data, element);
             // Recorded operands are f32; those of a shorter type have results of their own.
             let reference = if element == GpuElement::F32 { expected.clone() } else { dense(&case, &data) };
-            report.run(target, &kernels, (&case, &data), [&reference, &composed(&case, &data, element)])?;
+            report.run(target, &kernels, (&case, &data), [&reference, &composed(&case, &data, element)]);
+            if report.stopped {
+                return Ok(report);
+            }
         }
     }
     let numbers: Vec<u64> = (0..random as u64).collect();
@@ -86,7 +92,10 @@ pub fn check(target: &mut dyn Target, fixtures: &Path, random: usize, sizes: Siz
             .collect();
         for (number, element, case, data, [reference, composed]) in prepared {
             let kernels = kernels(element, case.head_dim, target.limits(), number)?;
-            report.run(target, &kernels, (&case, &data), [&reference, &composed])?;
+            report.run(target, &kernels, (&case, &data), [&reference, &composed]);
+            if report.stopped {
+                return Ok(report);
+            }
         }
     }
     Ok(report)
@@ -123,14 +132,20 @@ impl Report {
         kernels: &Kernels,
         (case, data): (&Case, &Data),
         [reference, composed]: [&Outcome; 2],
-    ) -> Result<()> {
-        let found = attend(target, kernels, case, data)?;
-        self.cases.push(check_case(kernels, case, &found, reference, composed));
+    ) {
+        let checked = match attend(target, kernels, case, data) {
+            Ok(found) => check_case(kernels, case, &found, reference, composed),
+            Err(error) => {
+                self.stopped = true;
+                let checked = Checked::new(case.name.clone(), kernels.element(), case.head_dim, [f64::NAN; 5]);
+                Checked { failure: Some(error.to_string()), ..checked }
+            }
+        };
+        self.cases.push(checked);
         let names = [Direction::Forward, Direction::BackwardQueries, Direction::BackwardKeys];
         let names = names.map(|direction| kernels.kernel(direction).name.clone());
         let all = names.into_iter().chain(["finish".into(), "output_dot".into()]);
         self.kernels.extend(all.map(|name| format!("{}: {name}", kernels.module().name)));
-        Ok(())
     }
 }
 

@@ -11,13 +11,15 @@ use std::ffi::{CString, c_char, c_void};
 use std::path::Path;
 use std::ptr::null_mut;
 
-/// Numbers of `CUdevice_attribute` and `CUfunction_attribute`.
+/// Numbers of `CUdevice_attribute`, `CUfunction_attribute` and `CUjit_option`.
 mod attribute {
     pub const MULTIPROCESSORS: i32 = 16;
     pub const MAJOR: i32 = 75;
     pub const MINOR: i32 = 76;
     pub const SHARED_OPTIN: i32 = 97;
     pub const DYNAMIC_SHARED: i32 = 8;
+    pub const ERROR_LOG: i32 = 5;
+    pub const ERROR_LOG_BYTES: i32 = 6;
 }
 
 /// A device.
@@ -226,10 +228,19 @@ impl CudaDevice {
 
 fn load(driver: &Driver, name: &str, text: &str) -> Result<Handle> {
     let text = CString::new(text).expect("PTX is plain text");
-    let mut module = null_mut();
-    // SAFETY: a text with an end, and a local to write to; the context is current.
-    let code = unsafe { (driver.module_load)(&mut module, text.as_ptr().cast()) };
-    driver.checked(code, || format!("compiling the PTX of {name} (its ISA 8.4 needs driver r550 or newer)"))?;
+    let (mut module, mut log) = (null_mut(), [0u8; 2048]);
+    let mut options = [attribute::ERROR_LOG, attribute::ERROR_LOG_BYTES];
+    let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), std::ptr::without_provenance_mut(log.len())];
+    // SAFETY: a text with an end, a local to write to, and two options whose values are a buffer and its length; the
+    // context is current.
+    let code = unsafe {
+        (driver.module_load)(&mut module, text.as_ptr().cast(), 2, options.as_mut_ptr(), values.as_mut_ptr())
+    };
+    driver.checked(code, || {
+        let log: Vec<u8> = log.iter().copied().take_while(|&c| c != 0).collect();
+        let log = String::from_utf8_lossy(&log);
+        format!("compiling the PTX of {name} (its ISA 8.4 needs driver r550 or newer) {}", log.trim())
+    })?;
     Ok(module)
 }
 

@@ -52,7 +52,8 @@ functions! {
     context_retain "cuDevicePrimaryCtxRetain" (*mut Handle, i32);
     context_set "cuCtxSetCurrent" (Handle);
     synchronize "cuCtxSynchronize" ();
-    module_load "cuModuleLoadData" (*mut Handle, *const c_void);
+    /// Module, PTX, options: their count, numbers and values.
+    module_load "cuModuleLoadDataEx" (*mut Handle, *const c_void, c_uint, *mut i32, *mut *mut c_void);
     function_get "cuModuleGetFunction" (*mut Handle, Handle, *const c_char);
     function_set "cuFuncSetAttribute" (Handle, i32, i32);
     occupancy "cuOccupancyMaxActiveBlocksPerMultiprocessor" (*mut i32, Handle, i32, usize);

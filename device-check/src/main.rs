@@ -75,7 +75,7 @@ fn run(options: &Options) -> Result<usize> {
     let failed = report.failures().count();
     said(&format!("{} checks, {failed} failed", report.cases.len()));
     let mut measured = Vec::new();
-    if !options.check {
+    if !options.check && !report.stopped {
         write_result(options, &device, &report, &measured)?;
         let budget = Budget { time: Duration::from_secs(options.seconds), repetitions: options.repetitions };
         let checked;

@@ -67,11 +67,21 @@ driver! {
         let of = match attribute { 16 => 132, 75 => 9, 76 => 0, 97 => 227 << 10, _ => return INVALID };
         give(value, of)
     }
-    cuModuleLoadData(module: *mut *mut c_void, text: *const c_void) {
+    cuModuleLoadDataEx(
+        module: *mut *mut c_void, text: *const c_void, count: c_uint, options: *mut i32, values: *mut *mut c_void
+    ) {
+        // The buffer for errors and its length, with an end.
+        assert_eq!(std::slice::from_raw_parts(options, count as usize), [5, 6]);
+        let [log, length] = *values.cast::<[*mut c_void; 2]>();
+        log.cast::<u8>().add(length.addr() - 1).write(0);
         let text = CStr::from_ptr(text.cast()).to_str().unwrap_or_default();
         match Module::parse(text) {
             Ok(parsed) => give(module, Box::into_raw(Box::new(parsed)).cast()),
-            Err(_) => BAD_PTX,
+            Err(error) => {
+                let words = format!("{error}\0");
+                std::ptr::copy_nonoverlapping(words.as_ptr(), log.cast(), words.len().min(length.addr()));
+                BAD_PTX
+            }
         }
     }
     cuModuleGetFunction(function: *mut *mut c_void, module: *mut c_void, name: *const c_char) {
