@@ -1,9 +1,11 @@
 //! The result as Markdown, and as JSON for the script that runs the peers.
 
-use crate::check::{PARTS, Report};
+use crate::check::{ELEMENTS, PARTS, Report};
 use crate::cuda::CudaDevice;
+use crate::draw::HEADS;
 use crate::measure::Measurement;
 use crate::target::Target;
+use candle_cp_kernels::gpu::compiled;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -31,10 +33,11 @@ pub fn markdown(device: &CudaDevice, report: &Report, measured: &[Measurement]) 
 pub(crate) fn correctness(report: &Report) -> String {
     let failed = report.failures().count();
     let mut text = format!(
-        "\n## Correctness\n\n{} checks, {failed} failed; {} different kernels ran. Largest error as a share of what the \
+        "\n## Correctness\n\n{} checks, {failed} failed; {} of {} kernels ran. Largest error as a share of what the \
          error-ratio rule allows:\n\n| type | head size | checks | {} |\n| --- | --- | --- | --- | --- | --- | --- | --- |\n",
         report.cases.len(),
         report.kernels.len(),
+        shipped(),
         PARTS.join(" | "),
     );
     let mut groups: BTreeMap<(String, usize), (usize, [f64; 5])> = BTreeMap::new();
@@ -56,6 +59,12 @@ pub(crate) fn correctness(report: &Report) -> String {
         let _ = writeln!(text, "\n- **failed**: {}: {}", case.name, case.failure.as_deref().unwrap_or_default());
     }
     text
+}
+
+/// Kernels of all modules; a device with less shared memory runs fewer.
+fn shipped() -> usize {
+    let modules = ELEMENTS.into_iter().flat_map(|element| HEADS.map(|of| compiled(element, of[0])));
+    modules.flatten().map(|module| module.text.matches(".visible .entry ").count()).sum()
 }
 
 fn rates(measured: &[Measurement]) -> String {
