@@ -6,8 +6,8 @@ mod emulated;
 
 use candle_cp_kernels::gpu::{GpuElement, compiled};
 use common::draw::{self, LayoutDraw};
-use common::ratio::{assert_gradient_ratio, assert_ratio, composed_with_keys, rounded_data};
-use common::{Case, Outcome, Rule, Strides, block, dense, documents, magnitude, max_difference};
+use common::ratio::{composed_attention, kernel_deviation, rounded_data};
+use common::{Case, Rule, Strides, block, dense, documents};
 use emulated::{DEVICES, Gpu, dtype};
 use proptest::prelude::*;
 use ptx_emulator::CopyLanding;
@@ -20,29 +20,10 @@ fn check(name: &str, gpu: &Gpu, case: &Case, layout: &candle_cp::SequenceLayout,
     let dtype = dtype(element);
     let data = rounded_data(&case.data(), dtype);
     let reference = dense(case, &data);
-    let composed = composed_with_keys(case, &data, dtype).unwrap();
+    let composed = composed_attention(case, &data, dtype).unwrap();
     let found = gpu.ring(case, &data, layout);
-    // Backward gets its probabilities from the log-sum-exp, which f32 keeps to half a unit in the last place, and from a
-    // power of two that the hardware approximates to two.
-    let slack = if element == GpuElement::F32 {
-        4.0 * f64::from(f32::EPSILON) * magnitude(&reference.lse).max(1.0)
-    } else {
-        0.0
-    };
-    // Sums in f32 of numbers up to 1, whose differences may cancel.
-    let floor = 16.0 * f64::from(f32::EPSILON) + slack * magnitude(&reference.dk).max(magnitude(&reference.dv));
-    let parts = |x: &Outcome| x.parts().map(|(_, numbers)| numbers.to_vec());
-    let [out, lse, dq, dk, dv] = parts(&found);
-    let [composed_out, _, composed_dq, composed_dk, composed_dv] = parts(&composed);
-    assert_ratio(&format!("{name}: out"), dtype, (&out, &composed_out, &reference.out), slack);
-    let (off, allowed) = (max_difference(&lse, &reference.lse), 1e-5 * magnitude(&reference.lse).max(1.0));
-    assert!(off <= allowed, "{name}: lse is off by {off:e}, allowed {allowed:e}");
-    for (part, found, composed, reference) in [
-        ("dq", &dq, &composed_dq, &reference.dq),
-        ("dk", &dk, &composed_dk, &reference.dk),
-        ("dv", &dv, &composed_dv, &reference.dv),
-    ] {
-        assert_gradient_ratio(&format!("{name}: {part}"), dtype, (found, composed, reference), floor);
+    if let Some(text) = kernel_deviation(name, dtype, (&found, &composed, &reference)) {
+        panic!("{text}");
     }
 }
 
