@@ -5,15 +5,14 @@ mod common;
 mod emulated;
 
 use candle_cp_kernels::gpu::{GpuElement, compiled};
+use common::devices::{DEVICES, ELEMENTS, dtype};
 use common::draw::{self, LayoutDraw};
 use common::ratio::{composed_attention, kernel_deviation, rounded_data};
 use common::{Case, Rule, Strides, block, dense, documents};
-use emulated::{DEVICES, Gpu, dtype};
+use emulated::Gpu;
 use proptest::prelude::*;
 use ptx_emulator::CopyLanding;
 use std::collections::BTreeSet;
-
-const ELEMENTS: [GpuElement; 3] = [GpuElement::Bf16, GpuElement::F16, GpuElement::F32];
 
 /// Compares with the dense reference; `composed` computations in the same type give the measure.
 fn check(name: &str, gpu: &Gpu, case: &Case, layout: &candle_cp::SequenceLayout, element: GpuElement) {

@@ -9,11 +9,12 @@ mod emulated;
 
 use candle_core::{DType, Device, Tensor};
 use candle_cp::{LayoutKind, gpu::GpuElement};
+use common::devices::{DEVICES, ELEMENTS, dtype};
 use common::ratio::{Pairs, composed_pairs, kernel_deviation, rounded_data};
 use common::ring::named_layout;
 use common::{Case, Data, Outcome, Rule, magnitude, max_difference};
 use direct::{Direct, Placing, Problem};
-use emulated::{DEVICES, Gpu, dtype};
+use emulated::Gpu;
 use ptx_emulator::CopyLanding;
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -83,7 +84,8 @@ impl Golden {
     /// Documents one after the other, tokens in the order of their positions; keys in two chunks of uneven lengths.
     fn problem(&self) -> Problem {
         let of_row = |(documents, positions): (Vec<i64>, Vec<i64>)| {
-            let place = |(document, position): (&i64, &i64)| (*document >= 0).then(|| (document * 1000 + position) as u32);
+            let place =
+                |(document, position): (&i64, &i64)| (*document >= 0).then(|| (document * 1000 + position) as u32);
             documents.iter().zip(&positions).map(place).collect()
         };
         let places = self.integers("k_doc").into_iter().zip(self.integers("k_pos")).map(of_row).collect();
@@ -150,7 +152,7 @@ fn the_table_is_the_folder() {
 fn by_their_own_masks() {
     for (number, golden) in GOLDENS.into_iter().enumerate() {
         let loaded = Golden::load(golden);
-        for element in [GpuElement::F32, GpuElement::Bf16, GpuElement::F16] {
+        for element in ELEMENTS {
             // f32 with head size 512 runs on the first device only.
             let device = if element == GpuElement::F32 { 0 } else { number % DEVICES.len() };
             let data = rounded_data(&loaded.data(), dtype(element));
@@ -171,7 +173,7 @@ fn whole_rows_on_three_ranks() {
         let Some(case) = loaded.case() else { continue };
         whole += 1;
         let layout = named_layout(LayoutKind::HeadTail, case.len(), 3);
-        for element in [GpuElement::F32, GpuElement::Bf16, GpuElement::F16] {
+        for element in ELEMENTS {
             let data = rounded_data(&loaded.data(), dtype(element));
             let found = Gpu::new(element, case.head_dim, DEVICES[0]).ring(&case, &data, &layout);
             compare(&format!("{} on ranks", golden.0), &loaded, element, &data, &found);

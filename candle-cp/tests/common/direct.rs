@@ -32,7 +32,8 @@ impl Problem {
     fn bounds(&self) -> Vec<Vec<Bounds>> {
         let of_query = |row: usize, query: usize| {
             let places = self.places[row].iter().zip(self.pairs.seen(row, query));
-            let seen: Vec<u32> = places.clone().filter(|(_, seen)| **seen).map(|(at, _)| at.expect("a token")).collect();
+            let seen: Vec<u32> =
+                places.clone().filter(|(_, seen)| **seen).map(|(at, _)| at.expect("a token")).collect();
             let Some(&first) = seen.iter().min() else { return Bounds::default() };
             let end = seen.iter().max().expect("not empty") + 1;
             let inside = places.filter(|(at, _)| at.is_some_and(|at| first <= at && at < end));
@@ -136,11 +137,8 @@ impl Direct {
         let rows = self.problem.shape().rows();
         let [out, max, sum] = [rows * shape.head_dim, rows, rows].map(|count| self.zeros(count));
         let (of_rows, of_numbers) = (self.shift(1), self.shift(shape.head_dim));
-        let far = State {
-            out: out.wrapping_sub(of_numbers),
-            max: max.wrapping_sub(of_rows),
-            sum: sum.wrapping_sub(of_rows),
-        };
+        let far =
+            State { out: out.wrapping_sub(of_numbers), max: max.wrapping_sub(of_rows), sum: sum.wrapping_sub(of_rows) };
         let scale = self.problem.pairs.scale as f32;
         for chunk in self.problem.chunks.clone() {
             let Some(work) = self.work(&chunk, Direction::Forward) else { continue };

@@ -2,6 +2,7 @@
 
 use crate::common::case::{Case, Data};
 use crate::common::dense::Outcome;
+use crate::common::devices::dtype;
 use crate::common::ring::{Run, Strides, agreed, mask_rule, one_rank_by, options, tokens};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_cp::comm::threads;
@@ -10,21 +11,6 @@ use candle_cp::{CpContext, Order, Result, SequenceLayout};
 use half::{bf16, f16};
 use ptx_emulator::{CopyLanding, Memory, Module};
 use std::sync::{Arc, Mutex};
-
-/// sm_90, sm_80, sm_89.
-pub const DEVICES: [GpuLimits; 3] = [
-    GpuLimits { capability: (9, 0), shared_bytes: 227 << 10 },
-    GpuLimits { capability: (8, 0), shared_bytes: 163 << 10 },
-    GpuLimits { capability: (8, 9), shared_bytes: 99 << 10 },
-];
-
-pub fn dtype(element: GpuElement) -> DType {
-    match element {
-        GpuElement::Bf16 => DType::BF16,
-        GpuElement::F16 => DType::F16,
-        GpuElement::F32 => DType::F32,
-    }
-}
 
 /// One device with one module loaded.
 pub struct Emulated {
