@@ -10,7 +10,7 @@ use candle_cp_kernels::gpu::GpuElement;
 use common::devices::{DEVICES, dtype};
 use common::ratio::{Pairs, composed_attention, kernel_deviation, rounded_data};
 use common::{Case, Outcome, Rule, dense, documents};
-use direct::{Direct, Placing, Problem};
+use direct::{Direct, Placing, Problem, kernel_alone};
 use faults::{Edit, KINDS};
 use ptx_emulator::{Fault, Module};
 
@@ -65,14 +65,6 @@ impl Trial {
             Ok(outcome) => self.deviation(&outcome).map(|deviation| (false, deviation)),
         }
     }
-}
-
-/// The module's text with one of its kernels only.
-fn kernel_alone(text: &str, kernel: &str) -> String {
-    let head = &text[..text.find(".visible .entry").expect("a kernel")];
-    let from = text.find(&format!(".visible .entry {kernel}(")).expect("the kernel");
-    let len = text[from..].find("\n}\n").expect("its end") + 3;
-    format!("{head}{}", &text[from..from + len])
 }
 
 /// Places of one kind that are tried in one kernel, of those that are executed at all.
