@@ -83,7 +83,8 @@ impl Memory {
                 CHOSEN.end
             )));
         }
-        let before = self.blocks.partition_point(|b| b.base < end).checked_sub(1).map(|at| &self.blocks[at]);
+        let before =
+            self.blocks.partition_point(|b| b.base < end.max(address + 1)).checked_sub(1).map(|at| &self.blocks[at]);
         if let Some(other) = before.filter(|b| b.base + b.len > address || b.base == address) {
             let given = format!("{address:#x} for {} bytes", bytes.len());
             return Err(MemoryError(format!("{given}; {} bytes at {:#x} are allocated", other.len, other.base)));

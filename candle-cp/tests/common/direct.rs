@@ -1,6 +1,8 @@
 //! GPU kernels one launch after the other on emulated memory: what candle-cp's operators cannot express, such as masks
 //! that come from elsewhere, kernels with a fault in them, and rows of numbers that lie gigabytes apart.
 
+#![allow(dead_code, reason = "every test file uses a part of it")]
+
 use crate::common::case::Data;
 use crate::common::dense::Outcome;
 use crate::common::ratio::Pairs;
@@ -290,7 +292,6 @@ impl Direct {
 }
 
 /// A module's text with one of its kernels only, the first one whose name begins so.
-#[allow(dead_code, reason = "only some of the tests change kernels")]
 pub fn kernel_alone(text: &str, kernel: &str) -> String {
     let head = &text[..text.find(".visible .entry").expect("a kernel")];
     let from = text.find(&format!(".visible .entry {kernel}")).expect("the kernel");

@@ -1,5 +1,7 @@
 //! An emulated GPU: the checked-in PTX on the CPU, behind the same trait as a CUDA device.
 
+#![allow(dead_code, reason = "every test file uses a part of it")]
+
 use crate::common::case::{Case, Data};
 use crate::common::dense::Outcome;
 use crate::common::devices::dtype;
@@ -125,7 +127,8 @@ impl Gpu {
         Self { limits, element, module, landing, strides, odd: false, ran: Arc::default() }
     }
 
-    fn device(&self) -> Arc<dyn GpuDevice> {
+    /// A device with memory of its own.
+    pub fn device(&self) -> Arc<dyn GpuDevice> {
         Arc::new(Emulated {
             limits: self.limits,
             module: self.module.clone(),

@@ -60,7 +60,7 @@ pub fn kernel_deviation(
 }
 
 /// What is wrong if the first of (actual, composed, reference) is off by more than `factor` times the error of the second.
-fn beyond(
+pub fn beyond(
     name: &str,
     dtype: DType,
     (actual, composed, reference): (&[f64], &[f64], &[f64]),
