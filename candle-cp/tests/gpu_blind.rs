@@ -48,7 +48,7 @@ fn a_nan_key_or_query_reaches_who_may_see_it() {
             let clean = gpu.ring(&case, &data, &layout);
             let name = format!("{element:?}, {:?}", case.rule);
             // A key of the second key head, and a query of the first head.
-            for (key, query) in [(20, 70), (60, 45)] {
+            for &(key, query) in places {
                 let mut broken = data.clone();
                 broken.k[(len + key) * d + 5] = f64::NAN;
                 broken.q[query * d + 63] = f64::NAN;

@@ -173,7 +173,8 @@ fn whole_rows_on_three_ranks() {
         let Some(case) = loaded.case() else { continue };
         whole += 1;
         let layout = named_layout(LayoutKind::HeadTail, case.len(), 3);
-        for element in ELEMENTS {
+        // One of the short types.
+        for element in [GpuElement::F32, [GpuElement::Bf16, GpuElement::F16][whole % 2]] {
             let data = rounded_data(&loaded.data(), dtype(element));
             let found = Gpu::new(element, case.head_dim, DEVICES[0]).ring(&case, &data, &layout);
             compare(&format!("{} on ranks", golden.0), &loaded, element, &data, &found);
