@@ -37,9 +37,11 @@ fn assert_reach(name: &str, found: &Outcome, clean: &Outcome, reached: impl Fn(u
 fn a_nan_key_or_query_reaches_who_may_see_it() {
     let windowed = case(documents(&[50, 41]), Rule::sliding(30).with_groups());
     let full = case(documents(&[200]), Rule::CAUSAL);
-    for (case, layout) in
-        [(windowed, SequenceLayout::head_tail(91, 3).unwrap()), (full, SequenceLayout::contiguous(200, 2).unwrap())]
-    {
+    // With the keys and queries that get a NaN.
+    for (case, layout, places) in [
+        (windowed, SequenceLayout::head_tail(91, 3).unwrap(), &[(20, 70), (60, 45)][..]),
+        (full, SequenceLayout::contiguous(200, 2).unwrap(), &[(60, 45)][..]),
+    ] {
         let (len, d) = (case.len(), case.head_dim);
         let (ids, groups) = (&case.documents[0], &case.groups[0]);
         for element in ELEMENTS {

@@ -7,7 +7,7 @@ use crate::common::case::Data;
 use crate::common::dense::Outcome;
 use crate::common::ratio::Pairs;
 use candle_cp_kernels::gpu::{
-    DeviceView, Direction, GpuElement, GpuLimits, Grads, Kernels, Launch, State, TileShape, Work, WorkList,
+    DeviceView, Direction, GpuElement, GpuLimits, Grads, Kernels, Launch, State, Work, WorkList,
 };
 use candle_cp_kernels::{Bounds, KeyRun, QueryTile, Shape};
 use half::{bf16, f16};
@@ -227,7 +227,7 @@ impl Direct {
     }
 
     fn work(&mut self, chunk: &Range<usize>, direction: Direction) -> Option<Work> {
-        let make: fn(TileShape, usize, &[Vec<Bounds>], &[QueryTile]) -> WorkList = match direction {
+        let make = match direction {
             Direction::BackwardKeys => WorkList::by_keys,
             _ => WorkList::by_queries,
         };
