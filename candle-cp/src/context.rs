@@ -221,7 +221,21 @@ impl CpContext {
     /// # Errors
     /// Shapes or types that do not fit each other or the context; a failing peer.
     pub fn gather_keys(&self, k_bshd: &Tensor, v_bshd: &Tensor, rule: &MaskRule) -> Result<GatheredKeys> {
-        gathered::gather(&self.0.comm, &self.plan(rule)?, rule, (k_bshd, v_bshd))
+        gathered::gather(&self.0.comm, &self.plan(rule)?, rule, (k_bshd, v_bshd), None)
+    }
+
+    /// As [`CpContext::gather_keys`], for kernels that run on `device`: what it does for tensors of CUDA devices, for
+    /// others that have the trait. [`CpContext::attend_gathered`] runs there.
+    ///
+    /// # Errors
+    /// As [`CpContext::gather_keys`].
+    pub fn gather_keys_on(
+        &self,
+        device: &Arc<dyn GpuDevice>,
+        (k_bshd, v_bshd): (&Tensor, &Tensor),
+        rule: &MaskRule,
+    ) -> Result<GatheredKeys> {
+        gathered::gather(&self.0.comm, &self.plan(rule)?, rule, (k_bshd, v_bshd), Some(device.clone()))
     }
 
     /// Attention of the local queries `[B, S_local, Hq, D]` over gathered keys and values, under the rule with which they

@@ -7,7 +7,7 @@ use crate::attention::{check, dims4};
 use crate::comm::Communicator;
 use crate::element::{Element, Operand, dispatch, with_cpu_storage};
 use crate::error::{Error, Result};
-use crate::gpu;
+use crate::gpu::{self, GpuDevice};
 use crate::mask::MaskRule;
 use crate::plan::{AttentionPlan, Edge};
 use crate::ring::{self, Pass, Wire};
@@ -31,6 +31,8 @@ pub struct GatheredKeys {
     plan: Arc<AttentionPlan>,
     /// `[B, Hkv, D]`.
     dims: [usize; 3],
+    /// Where kernels attend to them; `None` for the CPU's own.
+    device: Option<Arc<dyn GpuDevice>>,
 }
 
 impl GatheredKeys {
@@ -59,20 +61,25 @@ impl GatheredKeys {
     }
 }
 
-/// Gathers `k` and `v` (`[B, S_local, Hkv, D]`).
+/// Gathers `k` and `v` (`[B, S_local, Hkv, D]`) for kernels of `device`, or of the tensors' own.
 pub(crate) fn gather(
     comm: &Arc<dyn Communicator>,
     plan: &Arc<AttentionPlan>,
     rule: &MaskRule,
     (k, v): (&Tensor, &Tensor),
+    device: Option<Arc<dyn GpuDevice>>,
 ) -> Result<GatheredKeys> {
     check(plan, k, k, v, Order::TokensFirst)?;
     let [batch, heads, _, head_dim] = dims4(k, Order::TokensFirst)?;
-    let chunks = match gpu::device_of(k)? {
+    let device = match device {
+        Some(device) => Some(device),
+        None => gpu::device_of(k)?,
+    };
+    let chunks = match device {
         Some(_) => gpu::gather(comm, plan, (k, v))?,
         None => k.apply_op2(v, Gather { comm: comm.clone(), plan: plan.clone() })?,
     };
-    Ok(GatheredKeys { chunks, rule: *rule, plan: plan.clone(), dims: [batch, heads, head_dim] })
+    Ok(GatheredKeys { chunks, rule: *rule, plan: plan.clone(), dims: [batch, heads, head_dim], device })
 }
 
 /// Attends with `q` (`[B, S_local, Hq, D]`).
@@ -95,8 +102,8 @@ pub(crate) fn attend(plan: &Arc<AttentionPlan>, q: &Tensor, keys: &GatheredKeys,
         return Err(Error::argument("q", given, allowed, "project it like the keys that were gathered"));
     }
     let shape = kernels::Shape { batch, query_heads, key_heads, queries, head_dim };
-    if let Some(device) = gpu::device_of(q)? {
-        return gpu::attend_gathered(device, plan, (q, &keys.chunks), shape, scale);
+    if let Some(device) = &keys.device {
+        return gpu::attend_gathered(device.clone(), plan, (q, &keys.chunks), shape, scale);
     }
     let op = AttendGathered { plan: plan.clone(), shape, scale, lse: Arc::default() };
     Ok(q.apply_op2(&keys.chunks, op)?)

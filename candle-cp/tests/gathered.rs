@@ -1,12 +1,18 @@
 //! Keys that are gathered once and attended to by several layers, against the dense reference.
 
 mod common;
+#[path = "common/emulated.rs"]
+mod emulated;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_cp::comm::{Traffic, threads};
-use candle_cp::{AttentionPlan, CpContext, Error, MaskRule, Result, SequenceLayout, Tokens, Trim};
+use candle_cp::gpu::GpuElement;
+use candle_cp::{AttentionPlan, CpContext, Error, GatheredKeys, MaskRule, Result, SequenceLayout, Tokens, Trim};
+use common::devices::{DEVICES, dtype};
+use common::ratio::{beyond, rounded_data};
 use common::ring::{mask_rule, numbers, options, tokens};
 use common::{Case, Data, Rule, assert_exact, block, dense, documents, layouts};
+use emulated::Gpu;
 
 /// Layers that attend to the same keys, with queries of their own.
 const LAYERS: usize = 3;
@@ -39,26 +45,41 @@ impl Shared {
 
     /// The same from rank threads, and the bytes that each rank sent.
     fn found(&self, layout: &SequenceLayout) -> Vec<(Vec<Vec<f64>>, [usize; 2])> {
+        self.found_by(layout, DType::F64, |context, k, v, rule| context.gather_keys(k, v, rule))
+    }
+
+    fn found_by(
+        &self,
+        layout: &SequenceLayout,
+        dtype: DType,
+        gather: impl Fn(&CpContext, &Tensor, &Tensor, &MaskRule) -> Result<GatheredKeys> + Sync,
+    ) -> Vec<(Vec<Vec<f64>>, [usize; 2])> {
         let all = threads::run(layout.ranks(), &options(), |comm| {
             let context = CpContext::new(comm, layout.clone(), tokens(&self.case))?;
-            self.one_rank(&context)
+            self.one_rank(&context, dtype, |k, v, rule| gather(&context, k, v, rule))
         });
         all.unwrap()
     }
 
-    fn one_rank(&self, context: &CpContext) -> Result<(Vec<Vec<f64>>, [usize; 2])> {
+    fn one_rank(
+        &self,
+        context: &CpContext,
+        dtype: DType,
+        gather: impl Fn(&Tensor, &Tensor, &MaskRule) -> Result<GatheredKeys>,
+    ) -> Result<(Vec<Vec<f64>>, [usize; 2])> {
         let case = &self.case;
-        let var = |x: &[f64], shape| Var::from_tensor(&Tensor::from_slice(x, shape, &Device::Cpu)?);
+        let tensor = |x: &[f64], shape| Tensor::from_slice(x, shape, &Device::Cpu)?.to_dtype(dtype);
+        let var = |x: &[f64], shape| Var::from_tensor(&tensor(x, shape)?);
         let local = |x: &Tensor| Ok::<_, Error>(context.shard(x, 2)?.transpose(1, 2)?);
         let key = var(&self.layers[0].k, case.key_shape())?;
         let value = var(&self.layers[0].v, case.key_shape())?;
-        let gathered = context.gather_keys(&local(&key)?, &local(&value)?, &mask_rule(&case.rule))?;
-        let mut loss = Tensor::zeros((), DType::F64, &Device::Cpu)?;
+        let gathered = gather(&local(&key)?, &local(&value)?, &mask_rule(&case.rule))?;
+        let mut loss = Tensor::zeros((), dtype, &Device::Cpu)?;
         let (mut queries, mut found) = (Vec::new(), Vec::new());
         for data in &self.layers {
             let query = var(&data.q, case.query_shape())?;
             let out = context.attend_gathered(&local(&query)?, &gathered, case.scale)?.transpose(1, 2)?;
-            let d_out = Tensor::from_slice(&data.d_out, case.query_shape(), &Device::Cpu)?;
+            let d_out = tensor(&data.d_out, case.query_shape())?;
             loss = (loss + (&out * context.shard(&d_out, 2)?)?.sum_all()?)?;
             queries.push((query, numbers(&context.gather(&out.detach(), 2)?)?));
         }
@@ -107,6 +128,40 @@ fn equals_the_sum_over_the_layers() {
                 }
             }
         }
+    }
+}
+
+/// The kernels of a GPU, in the emulator, are as close as the CPU's operator in the same type.
+#[test]
+fn on_an_emulated_gpu() {
+    let row = Case::row(documents(&[30, 13]), block(43, &[12..24]), Rule::sliding(9).with_groups());
+    let padded = [vec![0; 20], vec![-1; 23]].concat();
+    let batch =
+        Case { documents: vec![row.documents[0].clone(), padded], groups: vec![row.groups[0].clone(); 2], ..row };
+    let wide = Case { key_heads: 1, group: 3, head_dim: 72, scale: 0.1, ..Case::plain(37, Rule::CAUSAL) };
+    for (case, element, ranks, layout) in [
+        (&batch, GpuElement::F32, 3, 1),
+        (&batch, GpuElement::F16, 3, 3),
+        (&wide, GpuElement::F32, 4, 4),
+        (&wide, GpuElement::Bf16, 4, 2),
+    ] {
+        let (gpu, dtype) = (Gpu::new(element, case.head_dim, DEVICES[0]), dtype(element));
+        let mut shared = Shared::new(case.clone());
+        shared.layers.iter_mut().for_each(|data| *data = rounded_data(data, dtype));
+        let expected = shared.expected();
+        let (name, layout) = layouts(case.len(), ranks).swap_remove(layout);
+        let cpu = shared.found_by(&layout, dtype, |context, k, v, rule| context.gather_keys(k, v, rule));
+        let emulated =
+            shared.found_by(&layout, dtype, |context, k, v, rule| context.gather_keys_on(&gpu.device(), (k, v), rule));
+        for ((found, sent), (cpu, sent_by_cpu)) in emulated.into_iter().zip(cpu) {
+            for (i, ((found, cpu), expected)) in found.iter().zip(&cpu).zip(&expected).enumerate() {
+                let name = format!("{name} over {ranks}, result {i}");
+                let floor = 16.0 * f64::from(f32::EPSILON);
+                assert_eq!(beyond(&name, dtype, (found, cpu, expected), floor, 2.0), None);
+            }
+            assert_eq!(sent, sent_by_cpu);
+        }
+        assert!(!gpu.ran.lock().unwrap().is_empty());
     }
 }
 

@@ -1,6 +1,7 @@
 //! Emulated device memory: allocations with gaps between them, and a mark for every byte that was written.
 
 use crate::error::MemoryError;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering::Relaxed};
 
 /// Alignment of allocations, in bytes.
@@ -9,6 +10,8 @@ const ALIGN: u64 = 256;
 const GAP: u64 = 1 << 16;
 /// The first address; null and small integers are never valid.
 const FIRST: u64 = 0x10_0000_0000;
+/// Addresses that a caller may choose: a tebibyte, above all others but those of module variables.
+const CHOSEN: Range<u64> = 0x100_0000_0000..0x200_0000_0000;
 
 /// Device memory that kernels read and write.
 ///
@@ -48,7 +51,7 @@ impl Memory {
         let base = self.next;
         let words = len.div_ceil(4);
         self.next = (base + len as u64 + GAP).next_multiple_of(ALIGN);
-        self.blocks.push(Block {
+        self.insert(Block {
             base,
             len: len as u64,
             words: (0..words).map(|_| AtomicU32::new(0)).collect(),
@@ -61,8 +64,38 @@ impl Memory {
     pub fn upload(&mut self, bytes: &[u8]) -> u64 {
         let base = self.next;
         self.next = (base + bytes.len() as u64 + GAP).next_multiple_of(ALIGN);
-        self.blocks.push(Block::filled(base, bytes));
+        self.insert(Block::filled(base, bytes));
         base
+    }
+
+    /// Allocates memory that holds `bytes` at an address of the caller's choice, with nothing between it and what else
+    /// there is: rows of one tensor may lie gigabytes apart, so that index arithmetic in too few bits is found.
+    ///
+    /// # Errors
+    /// An address outside of 2^40..2^41 or not a multiple of 16; bytes that are allocated already.
+    pub fn upload_at(&mut self, address: u64, bytes: &[u8]) -> Result<(), MemoryError> {
+        let end = address.saturating_add(bytes.len() as u64);
+        if !address.is_multiple_of(16) || address < CHOSEN.start || end > CHOSEN.end {
+            return Err(MemoryError(format!(
+                "{address:#x} for {} bytes; multiples of 16 in {:#x}..{:#x} can be chosen",
+                bytes.len(),
+                CHOSEN.start,
+                CHOSEN.end
+            )));
+        }
+        let before =
+            self.blocks.partition_point(|b| b.base < end.max(address + 1)).checked_sub(1).map(|at| &self.blocks[at]);
+        if let Some(other) = before.filter(|b| b.base + b.len > address || b.base == address) {
+            let given = format!("{address:#x} for {} bytes", bytes.len());
+            return Err(MemoryError(format!("{given}; {} bytes at {:#x} are allocated", other.len, other.base)));
+        }
+        self.insert(Block::filled(address, bytes));
+        Ok(())
+    }
+
+    fn insert(&mut self, block: Block) {
+        let at = self.blocks.partition_point(|b| b.base < block.base);
+        self.blocks.insert(at, block);
     }
 
     /// Places bytes at a fixed address above all others, for a module's variables.

@@ -160,6 +160,39 @@ fn a_grid_of_blocks() {
 }
 
 #[test]
+fn memory_at_chosen_addresses() {
+    const AT: u64 = (1 << 40) + (5 << 32);
+    let mut memory = Memory::new();
+    let near = memory.upload(&[9; 16]);
+    memory.upload_at(AT, &[7; 16]).unwrap();
+    // In any order, and next to each other without a gap.
+    memory.upload_at(AT - 16, &[6; 16]).unwrap();
+    let later = memory.alloc(4);
+    let body = ".reg .b64 %a, %b; .reg .b32 %d; ld.param.u64 %a, [a]; ld.param.u64 %b, [b];
+        ld.global.u32 %d, [%a]; st.global.u32 [%b], %d; st.global.u32 [%a+-16], %d;";
+    let text = module(".param .u64 a, .param .u64 b", body);
+    launch(&text, &mut memory, 1, 0, &[AT, later], CopyLanding::AtWait).unwrap();
+    assert_eq!(memory.read(later, 4).unwrap(), [7; 4]);
+    assert_eq!(memory.read(AT - 16, 8).unwrap(), [7, 7, 7, 7, 6, 6, 6, 6]);
+    assert_eq!(memory.read(near, 16).unwrap(), [9; 16]);
+    // 2^32 bytes before it there is nothing.
+    let message = launch(&text, &mut memory, 1, 0, &[AT - (1 << 32), later], CopyLanding::AtWait).unwrap_err();
+    assert!(message.to_string().contains("out of bounds"), "{message}");
+
+    let refused = |memory: &mut Memory, address: u64, len: usize| {
+        memory.upload_at(address, &vec![0; len]).unwrap_err().to_string()
+    };
+    assert!(refused(&mut memory, AT + 8, 4).contains("multiples of 16"));
+    assert!(refused(&mut memory, near, 16).contains("0x10000000000..0x20000000000 can be chosen"));
+    assert!(refused(&mut memory, (2 << 40) - 16, 17).contains("can be chosen"));
+    for (address, len) in [(AT, 16), (AT, 0), (AT - 32, 17), (AT - 32, 64)] {
+        assert!(refused(&mut memory, address, len).contains("are allocated"), "{address:x} {len}");
+    }
+    memory.free(AT).unwrap();
+    memory.upload_at(AT, &[1; 32]).unwrap();
+}
+
+#[test]
 fn the_first_block_with_a_fault_is_reported() {
     // Blocks 5 and up leave the array, on whichever core they run.
     let text = module(

@@ -1,7 +1,10 @@
 //! An emulated GPU: the checked-in PTX on the CPU, behind the same trait as a CUDA device.
 
+#![allow(dead_code, reason = "every test file uses a part of it")]
+
 use crate::common::case::{Case, Data};
 use crate::common::dense::Outcome;
+use crate::common::devices::dtype;
 use crate::common::ring::{Run, Strides, agreed, mask_rule, one_rank_by, options, tokens};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_cp::comm::threads;
@@ -10,21 +13,6 @@ use candle_cp::{CpContext, Order, Result, SequenceLayout};
 use half::{bf16, f16};
 use ptx_emulator::{CopyLanding, Memory, Module};
 use std::sync::{Arc, Mutex};
-
-/// sm_90, sm_80, sm_89.
-pub const DEVICES: [GpuLimits; 3] = [
-    GpuLimits { capability: (9, 0), shared_bytes: 227 << 10 },
-    GpuLimits { capability: (8, 0), shared_bytes: 163 << 10 },
-    GpuLimits { capability: (8, 9), shared_bytes: 99 << 10 },
-];
-
-pub fn dtype(element: GpuElement) -> DType {
-    match element {
-        GpuElement::Bf16 => DType::BF16,
-        GpuElement::F16 => DType::F16,
-        GpuElement::F32 => DType::F32,
-    }
-}
 
 /// One device with one module loaded.
 pub struct Emulated {
@@ -139,7 +127,8 @@ impl Gpu {
         Self { limits, element, module, landing, strides, odd: false, ran: Arc::default() }
     }
 
-    fn device(&self) -> Arc<dyn GpuDevice> {
+    /// A device with memory of its own.
+    pub fn device(&self) -> Arc<dyn GpuDevice> {
         Arc::new(Emulated {
             limits: self.limits,
             module: self.module.clone(),

@@ -4,6 +4,7 @@
 
 pub mod case;
 pub mod dense;
+pub mod devices;
 pub mod draw;
 pub mod loss_reference;
 pub mod ratio;
