@@ -100,9 +100,14 @@ impl Ranks {
         Error::Cp(CpError::RankFailed { rank, cause })
     }
 
-    /// What one step of the preparation came to on all processes: all go on, or none does.
-    pub(crate) fn together<T>(&self, step: Result<T>) -> Result<T> {
+    /// What one step of the preparation came to on all processes, which all have to call this: they go on together, or none
+    /// does.
+    ///
+    /// # Errors
+    /// That of this process, or one that tells which other failed and why.
+    pub fn together<T>(&self, step: Result<T>) -> Result<T> {
         let Self::Process { comm, .. } = self else { return step };
+        // Also an error without a text is one.
         let texts = self.texts(&step.as_ref().map_or_else(|error| format!("E{error}"), |_| String::new()));
         match (step, texts) {
             (Err(error), _) => Err(error),

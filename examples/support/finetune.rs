@@ -125,23 +125,24 @@ fn finetune(
     launch: &Launch,
     terminal: bool,
 ) -> Result<(String, ExitCode), Error> {
-    let (first, inspects) = (launch.is_first(), flags.get_flag("inspect"));
-    if !inspects {
-        launch.check(&config)?;
-    }
+    let first = launch.is_first();
     let hub = HubOptions::from_vars(|name| std::env::var(name).ok());
     let mut bar = first.then(PullBar::default);
-    config.resolve(&hub, &mut |event| bar.iter_mut().for_each(|bar| bar.show(event)))?;
-    if inspects && !first {
-        return Ok((String::new(), ExitCode::SUCCESS));
-    }
-    if inspects {
+    let mut pull =
+        |config: &mut Config| config.resolve(&hub, &mut |event| bar.iter_mut().for_each(|bar| bar.show(event)));
+    if flags.get_flag("inspect") {
+        if !first {
+            return Ok((String::new(), ExitCode::SUCCESS));
+        }
+        pull(&mut config)?;
         let text = |name: &str| flags.get_one::<String>(name).map(String::as_str);
         let inspection = Inspection::from_flags(text("inspect-line"), text("color"), terminal)?;
         return Ok((inspect(&config, &inspection)?, ExitCode::SUCCESS));
     }
-    let control = Control { observer: &|_rank, _report| Ok(()), stop: &stop_on_interrupt(first) };
+    // Before a pull, which may take longer on one machine than the others would wait for it to come.
     let ranks = launch.ranks(&config)?;
+    ranks.together(pull(&mut config))?;
+    let control = Control { observer: &|_rank, _report| Ok(()), stop: &stop_on_interrupt(first) };
     let summary = match flags.get_flag("resume") {
         true => resume_on(&config, &control, &ranks)?,
         false => run_on(&config, &control, &ranks)?,

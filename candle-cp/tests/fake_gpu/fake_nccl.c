@@ -44,7 +44,7 @@ __attribute__((constructor)) static void map_arena(void) {
     pthread_mutex_init(&arena->lock, &shared);
     arena->used = sizeof *arena;
   }
-  if (path) close(file);
+  if (path) flock(file, LOCK_UN), close(file);
 }
 
 // Zeros; under the lock.
