@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_cp::{CpContext, LayerWork, ShardedLabels};
 use candle_cp_layers::{Placeholders, Recompute, Weights};
 use candle_qwen3_5::{Config, Inputs, Model};
-use candle_vlm_processor::{ImagePatches, ImageSettings, Qwen3_5ImageSettings, mrope_positions};
+use candle_vlm_processor::{ImagePatches, ImageSettings, Qwen3_5ImageSettings};
 
 use super::{TokenIds, Turns, VlmConfig, VlmModel};
 use crate::encoder::or_missing;
@@ -120,7 +120,8 @@ impl Placed {
             let types: Vec<u8> = ids.iter().map(|&id| u8::from(self.image == Some(id))).collect();
             let pictures = batch.pictures_of_row(row);
             let grids: Vec<[usize; 3]> = grids.by_ref().take(pictures).collect();
-            let positions = mrope_positions(&types, &batch.documents[row], &grids, self.merge_size)?;
+            let positions =
+                candle_vlm_processor::qwen3_5::mrope_positions(&types, &batch.documents[row], &grids, self.merge_size)?;
             axes.iter_mut().zip(positions).for_each(|(axis, row)| axis.extend(row));
         }
         let shape = (3, batch.ids.len(), batch.seq_len());
