@@ -220,13 +220,16 @@ fn losses(out: &Path) -> Vec<f64> {
     text.lines().map(|text| line(text).unwrap()).collect()
 }
 
+/// Gets the number of processes.
+type Case = fn(usize);
+
 fn cases() {
     let size = (0..4).take_while(|&i| Device::new_cuda_with_stream(i).is_ok()).count();
     if size < 2 {
         println!("not tested: {size} GPUs");
         return;
     }
-    let cases: [(&str, fn(usize)); 6] = [
+    let cases: [(&str, Case); 6] = [
         ("they train as rank threads do, and rank 0 writes", they_train),
         ("a rank that fails ends all", a_rank_that_fails),
         ("a rank that is killed ends all", a_rank_that_is_killed),
