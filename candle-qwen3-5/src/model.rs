@@ -90,8 +90,8 @@ impl Model {
     /// Embeddings of the full sequence `[batch, tokens, hidden]`, features of images spliced in, gradients kept.
     ///
     /// # Errors
-    /// A shape is wrong, an id is outside the vocabulary, images come without grids or to a model without a tower, or a
-    /// run of placeholders is not filled exactly by whole images.
+    /// A shape is wrong, an id is outside the vocabulary, images come without grids or positions or to a model without a
+    /// tower, or a run of placeholders is not filled exactly by whole images.
     pub fn embed(&self, inputs: &Inputs, tap: &mut dyn Tap) -> Result<Tensor> {
         let media = Media { images: self.images(inputs, tap)?, ..Media::default() };
         let embeds_bsh = self.embedding.forward(&inputs.input_ids_bs, &media)?;
@@ -103,8 +103,12 @@ impl Model {
         let wrong = |name, found: &str, expected: &str| {
             Err(Error::Input { name, found: found.to_string(), expected: expected.to_string() })
         };
+        let has_images = inputs.pixel_values.as_ref().is_some_and(|pixels| pixels.dims().first() != Some(&0));
         match (&inputs.pixel_values, &inputs.image_grid_thw, &self.vision) {
             (None, None, _) => Ok(None),
+            (Some(_), Some(_), Some(_)) if has_images && inputs.position_ids_abs.is_none() => {
+                wrong("position_ids", "none", "[axes, batch, tokens]: those of images are more than their places")
+            }
             (Some(pixels), Some(grids), Some(tower)) => Ok(Some(tower.forward(pixels, grids, tap)?)),
             (_, _, None) => wrong("pixel_values", "images", "none: this model has no vision_config"),
             (Some(_), None, _) => wrong("image_grid_thw", "none", "the grids of the patches in pixel_values"),

@@ -3,7 +3,7 @@
 mod support;
 
 use candle_cp::LayoutKind;
-use support::{Case, FAMILIES, Settings, assert_forward, assert_gradients, checkpoint, run};
+use support::{Case, FAMILIES, Settings, assert_forward, assert_gradients, checkpoint, run, variant};
 
 fn assert_golden(family: &str, name: &str, has_gradients: bool, settings: &Settings) {
     let case = Case::golden(family, name);
@@ -48,4 +48,20 @@ fn head_tail_slices() {
 fn balanced_slices() {
     assert_all(&Settings::new(3, LayoutKind::Balanced));
     assert_golden("qwen3_5-dense", "case6_chat", false, &Settings::new(3, LayoutKind::HeadTail));
+}
+
+/// Text-only models as `save_pretrained` writes them, experts one by one: biases, a tied head, a pad token, other kernels,
+/// head sizes, ropes and norms.
+#[test]
+fn unusual_settings() {
+    for name in ["dense", "moe"] {
+        let folder = variant(name);
+        let case = Case::load(&folder.join("case.safetensors"));
+        let golden = Case::load(&folder.join("grads.safetensors")).tensors;
+        for (ranks, layout) in [(1, LayoutKind::Contiguous), (3, LayoutKind::HeadTail), (5, LayoutKind::Contiguous)] {
+            let run = run(&folder, &case, &Settings::new(ranks, layout));
+            assert_forward(&run, &case);
+            assert_gradients(&run, &golden);
+        }
+    }
 }

@@ -132,12 +132,11 @@ impl TextConfig {
     }
 
     /// What attention costs per allowed pair: what [`candle_cp::SequenceLayout::balanced`] evens out. The gated delta net
-    /// costs the same per token everywhere.
+    /// costs the same per token everywhere; a model of nothing else is as even with any weight.
     pub fn layer_work(&self) -> Vec<LayerWork> {
         let full = self.layers.iter().filter(|kind| **kind == LayerKind::Full).count();
-        let weight = (full * self.num_attention_heads * self.head_dim) as f64;
-        let work = LayerWork { rule: self.mask_rule(), weight };
-        Some(work).filter(|work| work.weight > 0.0).into_iter().collect()
+        let weight = (full.max(1) * self.num_attention_heads * self.head_dim) as f64;
+        vec![LayerWork { rule: self.mask_rule(), weight }]
     }
 }
 

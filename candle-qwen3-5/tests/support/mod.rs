@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_cp::comm::threads;
-use candle_cp::{Communicator, CpContext, LayoutKind, Tokens};
+use candle_cp::{Communicator, CpContext, LayerWork, LayoutKind, MaskRule, Tokens};
 use candle_qwen3_5::{Config, Error, Inputs, Model, Recompute, Weights};
 
 pub const FAMILIES: [&str; 2] = ["qwen3_5-dense", "qwen3_5-moe"];
@@ -100,7 +100,8 @@ impl Case {
 
     pub fn context(&self, comm: Arc<dyn Communicator>, layout: LayoutKind) -> CpContext {
         let tokens = self.tokens();
-        let layout = layout.layout(&tokens, comm.size(), &[]).unwrap();
+        let work = [LayerWork { rule: MaskRule::causal(), weight: 1.0 }];
+        let layout = layout.layout(&tokens, comm.size(), &work).unwrap();
         CpContext::new(comm, layout, tokens).unwrap()
     }
 

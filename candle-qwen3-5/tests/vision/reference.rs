@@ -138,6 +138,7 @@ fn activation(activation: Activation, x: f64) -> f64 {
         Activation::Gelu => x * normal(x),
         Activation::GeluTanh => 0.5 * x * (1.0 + ((2.0 / PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh()),
         Activation::Silu => x / (1.0 + (-x).exp()),
+        Activation::Sigmoid => 1.0 / (1.0 + (-x).exp()),
     }
 }
 
