@@ -4,6 +4,7 @@
 //! are fast in every build, tests included.
 
 use crate::cross_entropy::Row;
+use crate::delta_rule;
 use crate::matmul::Product;
 use crate::softmax::{Probabilities, Rescale, ScoreGradient, Softmax};
 
@@ -27,6 +28,15 @@ pub trait Compiled: Sized {
     #[doc(hidden)]
     #[allow(private_interfaces)]
     fn cross_entropy(row: Row<'_, '_, Self>) -> f64;
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn delta_forward(task: delta_rule::Forward<Self>) -> delta_rule::Passed<Self>;
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn delta_backward(task: delta_rule::Backward<Self>) -> Vec<Self>;
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn delta_initial_gradient(task: delta_rule::InitialGradient<Self>) -> Vec<Self>;
 }
 
 macro_rules! compile {
@@ -50,6 +60,15 @@ macro_rules! compile {
             }
             fn cross_entropy(row: Row<'_, '_, Self>) -> f64 {
                 pulp::Arch::new().dispatch(row)
+            }
+            fn delta_forward(task: delta_rule::Forward<Self>) -> delta_rule::Passed<Self> {
+                pulp::Arch::new().dispatch(task)
+            }
+            fn delta_backward(task: delta_rule::Backward<Self>) -> Vec<Self> {
+                pulp::Arch::new().dispatch(task)
+            }
+            fn delta_initial_gradient(task: delta_rule::InitialGradient<Self>) -> Vec<Self> {
+                pulp::Arch::new().dispatch(task)
             }
         }
     )*};

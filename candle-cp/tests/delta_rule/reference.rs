@@ -245,21 +245,18 @@ fn owned(x: &[f64], case: &Case, layout: &SequenceLayout, rank: usize) -> Vec<f6
 }
 
 /// Largest difference of the results of every rank to the truth, each relative to the largest true value or to 1.
-pub fn differences(
-    case: &Case,
-    expected: &Outcome,
-    layout: &SequenceLayout,
-    found: &[Outcome],
-) -> Vec<(String, f64)> {
+pub fn differences(case: &Case, expected: &Outcome, layout: &SequenceLayout, found: &[Outcome]) -> Vec<(String, f64)> {
     let mut all = Vec::new();
     for (rank, found) in found.iter().enumerate() {
         for ((name, found), (_, expected)) in found.parts().into_iter().zip(expected.parts()) {
             let largest = expected.iter().fold(1.0, |m: f64, x| m.max(x.abs()));
             let expected = owned(expected, case, layout, rank);
             assert_eq!(found.len(), expected.len());
-            let worst = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, |m: f64, d| {
-                if d.is_nan() || d > m { d } else { m }
-            });
+            let worst = found
+                .iter()
+                .zip(&expected)
+                .map(|(a, b)| (a - b).abs())
+                .fold(0.0, |m: f64, d| if d.is_nan() || d > m { d } else { m });
             all.push((format!("{name} of rank {rank}"), worst / largest));
         }
     }
@@ -271,7 +268,8 @@ pub fn differences(
 pub fn assert_exact(case: &Case, layout: &SequenceLayout) {
     let data = case.data();
     let expected = recurrence(case, &data);
-    let found: Vec<_> = on_ranks(case, &data, layout, DType::F64, |_| ()).into_iter().map(|(found, ())| found).collect();
+    let found: Vec<_> =
+        on_ranks(case, &data, layout, DType::F64, |_| ()).into_iter().map(|(found, ())| found).collect();
     for (name, difference) in differences(case, &expected, layout, &found) {
         assert!(difference <= 1e-11, "{name} is off by {difference:e} over {layout:?}");
     }
