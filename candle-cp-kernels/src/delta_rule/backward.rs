@@ -4,7 +4,7 @@
 //! then walked backwards.
 
 use super::chunk::{CHUNK, Chunk, Head, query_scale};
-use super::matrix::{Left, Matrix, Multiplier, Part};
+use super::matrix::{Left, Matrix, Multiplier, Part, both, dot};
 use super::{BLOCK, DeltaHeads, DeltaInputs};
 use crate::real::Real;
 use pulp::NullaryFnOnce;
@@ -149,14 +149,8 @@ impl<T: Real> Pairs<T> {
             }
             // A token's product with itself does not decay.
             through[t] = T::ZERO;
-            let mut total = T::ZERO;
-            for s in 0..t {
-                total += through[s];
-            }
-            for s in 0..CHUNK {
-                self.sums[s] = self.sums[s] - through[s];
-            }
-            self.sums[t] += total;
+            both(&mut self.sums, &through, |sum, x| sum - x);
+            self.sums[t] += dot(&through, &[T::ONE; CHUNK]);
             self.scores.part_mut(t, 0).copy_from_slice(&of_score);
             self.overlap.part_mut(t, 0).copy_from_slice(&of_overlap);
         }
@@ -317,8 +311,8 @@ impl<T: Real> Backward<'_, T> {
             query.scale_rows(&chunk.since_start[..c]);
             multiplier.multiply((key, false), Left::Plain(rest), &kept.state_t, (c, dv), Part::All);
             key.scale_rows(&negated(&chunk.since_start)[..c]);
-            for t in 0..c {
-                sums[t] = (query.dot_row(&chunk.query, t) + key.dot_row(&chunk.key, t)).to_f64();
+            for (t, sum) in sums.iter_mut().take(c).enumerate() {
+                *sum = (query.dot_row(&chunk.query, t) + key.dot_row(&chunk.key, t)).to_f64();
             }
         }
         if !last {

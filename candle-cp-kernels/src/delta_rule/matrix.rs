@@ -225,7 +225,7 @@ fn transpose_block<T: Real>(from: &[T], from_row: usize, into: &mut [T], into_ro
 
 /// The sum of products, in as many partial sums as a vector has lanes.
 #[inline(always)]
-fn dot<T: Real>(a: &[T], b: &[T]) -> T {
+pub(crate) fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     let mut sums = [T::ZERO; LANES];
     for (a, b) in a.chunks_exact(LANES).zip(b.chunks_exact(LANES)) {
         for i in 0..LANES {
