@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Shape, Tensor, WithDType};
 use candle_cp_kernels::{
     self as kernels, DeltaBackward, DeltaBackwardRun, DeltaBlocks, DeltaForward, DeltaForwardRun, DeltaGradients,
-    DeltaHeads, DeltaInputs, DeltaRun,
+    DeltaHeads, DeltaInputs, DeltaRun, Element as _, Real,
 };
 use plan::OwnRun;
 pub(crate) use plan::StatePlan;
@@ -105,8 +105,9 @@ impl CustomOp3 for DeltaRule {
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         use candle_core::backend::BackendStorage;
         let out = dispatch!(qkv.dtype(), T => {
-            let gates = [slice(g, g_layout)?, slice(beta, beta_layout)?];
-            T::to_cpu_storage_owned(self.forward::<T>(&self.inputs(slice(qkv, qkv_layout)?, gates))?)
+            let qkv = T::widen_all(slice(qkv, qkv_layout)?);
+            let inputs = self.inputs(&qkv, [slice(g, g_layout)?, slice(beta, beta_layout)?]);
+            T::to_cpu_storage_owned(self.forward::<T>(&inputs)?)
         });
         let StatePlan { batch, local_len, .. } = *self.plan;
         Ok((out, (batch, local_len, self.heads.value_heads, self.heads.value_dim).into()))
@@ -120,13 +121,14 @@ impl CustomOp3 for DeltaRule {
         _: &Tensor,
         d_out: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let d_out = d_out.contiguous()?;
+        let (d_out, dims) = (d_out.contiguous()?, qkv.dims());
         let (d_qkv, d_g, d_beta) = dispatch!(qkv.dtype(), T => {
             with_cpu_storage(qkv, |q, ql| with_cpu_storage(g, |g, gl| with_cpu_storage(beta, |b, bl| {
                 with_cpu_storage(&d_out, |d, dl| {
-                    let inputs = self.inputs::<T>(slice(q, ql)?, [slice(g, gl)?, slice(b, bl)?]);
-                    let gradients = self.backward::<T>(&inputs, slice(d, dl)?)?;
-                    let tensor = Tensor::from_vec(gradients.qkv, qkv.dims(), &Device::Cpu)?;
+                    let (qkv, d_out) = (T::widen_all(slice(q, ql)?), T::widen_all(slice(d, dl)?));
+                    let inputs = self.inputs(&qkv, [slice(g, gl)?, slice(b, bl)?]);
+                    let gradients = self.backward::<T>(&inputs, &d_out)?;
+                    let tensor = Tensor::from_vec(gradients.qkv, dims, &Device::Cpu)?;
                     let gates = [gradients.g, gradients.beta].map(|x| Tensor::from_vec(x, beta.dims(), &Device::Cpu));
                     let [d_g, d_beta] = gates;
                     Ok((tensor, d_g?, d_beta?))
@@ -144,7 +146,7 @@ fn slice<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&
 }
 
 impl DeltaRule {
-    fn inputs<'a, T: Element>(&self, qkv: &'a [T], [g, beta]: [&'a [T::Acc]; 2]) -> DeltaInputs<'a, T> {
+    fn inputs<'a, T: Real>(&self, qkv: &'a [T], [g, beta]: [&'a [T]; 2]) -> DeltaInputs<'a, T> {
         DeltaInputs::new(self.heads, (self.plan.batch, self.plan.local_len), qkv, g, beta)
     }
 
@@ -153,7 +155,7 @@ impl DeltaRule {
         self.plan.runs.iter().enumerate().filter(|(_, own)| wanted(own)).collect()
     }
 
-    fn forward<T: Element>(&self, inputs: &DeltaInputs<T>) -> Result<Vec<T>> {
+    fn forward<T: Element>(&self, inputs: &DeltaInputs<T::Acc>) -> Result<Vec<T>> {
         let (plan, count) = (&self.plan, self.plan.runs.len());
         let mut out = DeltaForward::new(self.heads, plan.batch * plan.local_len);
         let mut blocks: Vec<Option<DeltaBlocks<T::Acc>>> = (0..count).map(|_| None).collect();
@@ -193,7 +195,7 @@ impl DeltaRule {
         Ok(out.finish())
     }
 
-    fn backward<T: Element>(&self, inputs: &DeltaInputs<T>, d_out: &[T]) -> Result<DeltaGradients<T>> {
+    fn backward<T: Element>(&self, inputs: &DeltaInputs<T::Acc>, d_out: &[T::Acc]) -> Result<DeltaGradients<T>> {
         let plan = &self.plan;
         let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let saved =
