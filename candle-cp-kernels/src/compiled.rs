@@ -5,6 +5,7 @@
 
 use crate::conv;
 use crate::cross_entropy::Row;
+use crate::delta_rule;
 use crate::matmul::Product;
 use crate::softmax::{Probabilities, Rescale, ScoreGradient, Softmax};
 
@@ -34,6 +35,15 @@ pub trait Compiled: Sized {
     #[doc(hidden)]
     #[allow(private_interfaces)]
     fn conv_backward(block: conv::BackwardBlock<'_, '_, Self>);
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn delta_forward(task: delta_rule::Forward<Self>) -> delta_rule::Passed<Self>;
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn delta_backward(task: delta_rule::Backward<Self>) -> Vec<Self>;
+    #[doc(hidden)]
+    #[allow(private_interfaces)]
+    fn delta_initial_gradient(task: delta_rule::InitialGradient<Self>) -> Vec<Self>;
 }
 
 macro_rules! compile {
@@ -63,6 +73,15 @@ macro_rules! compile {
             }
             fn conv_backward(block: conv::BackwardBlock<'_, '_, Self>) {
                 pulp::Arch::new().dispatch(block);
+            }
+            fn delta_forward(task: delta_rule::Forward<Self>) -> delta_rule::Passed<Self> {
+                pulp::Arch::new().dispatch(task)
+            }
+            fn delta_backward(task: delta_rule::Backward<Self>) -> Vec<Self> {
+                pulp::Arch::new().dispatch(task)
+            }
+            fn delta_initial_gradient(task: delta_rule::InitialGradient<Self>) -> Vec<Self> {
+                pulp::Arch::new().dispatch(task)
             }
         }
     )*};

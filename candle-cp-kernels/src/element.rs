@@ -2,7 +2,6 @@
 
 use crate::arithmetic::Plain;
 use crate::backward::{self, Gradients, Saved};
-use crate::delta_rule;
 use crate::forward::{self, Forward};
 use crate::heads::Heads;
 use crate::pairs::Pairs;
@@ -45,16 +44,6 @@ pub trait Element: Copy + Default + Debug + PartialEq + Send + Sync + 'static {
         keys: usize,
         tiles: &[QueryTile],
     ) -> (Vec<Self::Acc>, Vec<Self::Acc>);
-
-    #[doc(hidden)]
-    #[allow(private_interfaces)]
-    fn delta_forward(task: delta_rule::Forward<Self>) -> delta_rule::Passed<Self::Acc>;
-    #[doc(hidden)]
-    #[allow(private_interfaces)]
-    fn delta_backward(task: delta_rule::Backward<Self>) -> Vec<Self::Acc>;
-    #[doc(hidden)]
-    #[allow(private_interfaces)]
-    fn delta_initial_gradient(task: delta_rule::InitialGradient<Self>) -> Vec<Self::Acc>;
 }
 
 /// Runs a block with the arithmetic for a type: for bf16 the machine's own products, if it has any.
@@ -115,21 +104,6 @@ macro_rules! element {
                 tiles: &[QueryTile],
             ) -> (Vec<$acc>, Vec<$acc>) {
                 arithmetic!($t, a => backward::chunk(a, gradients, saved, key_value, keys, tiles))
-            }
-
-            #[allow(private_interfaces)]
-            fn delta_forward(task: delta_rule::Forward<Self>) -> delta_rule::Passed<$acc> {
-                pulp::Arch::new().dispatch(task)
-            }
-
-            #[allow(private_interfaces)]
-            fn delta_backward(task: delta_rule::Backward<Self>) -> Vec<$acc> {
-                pulp::Arch::new().dispatch(task)
-            }
-
-            #[allow(private_interfaces)]
-            fn delta_initial_gradient(task: delta_rule::InitialGradient<Self>) -> Vec<$acc> {
-                pulp::Arch::new().dispatch(task)
             }
         }
     };

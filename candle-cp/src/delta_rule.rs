@@ -10,10 +10,14 @@
 //! it; a piece in which a document starts has `A = 0`, and its `B` is the state at which a run from zeros ends, so the run is
 //! not made twice. Where no document lies in two pieces (always so on one rank) the ranks say nothing at all.
 //!
-//! The layout stays what attention wants. A rank has one piece in the contiguous layout and two in head-tail, so at most
-//! `2 dk (dk + dv) Hv` numbers leave each rank for each other one per layer. To re-lay a head-tail slice for these layers,
-//! half of it and as much of the output would have to move, `S / P (Hk dk + Hv dv)` numbers and more: with heads of 128
-//! more than 512 tokens per rank cost more already, and states do not grow with the sequence.
+//! Head-tail slices stay as attention wants them, with states passed per piece in sequence order, rather than being re-laid
+//! for these layers. Counted for `H` heads with dk = dv = d over P ranks, when one document fills the row: a rank has at most
+//! two pieces and sends `4 (P - 1) H d^2` f32 numbers forward and half as many backward, however long the row is. Re-laying
+//! would move nearly every token, queries, keys and values one way and the output back, `4 H d S / P` numbers in the type of
+//! the model, and again in backward. States are fewer bytes from `S / P = 0.75 (P - 1) d` tokens per rank on (twice that for
+//! bf16): 672 tokens for 8 ranks and d = 128, and fewer where documents end inside of slices.
+//!
+//! DIFFERENCE: transformers' CPU code runs on across the documents of a packed row. Here the state restarts with each.
 
 mod plan;
 mod states;
@@ -24,7 +28,7 @@ use crate::error::{Error, Result};
 use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Shape, Tensor, WithDType};
 use candle_cp_kernels::{
     self as kernels, DeltaBackward, DeltaBackwardRun, DeltaBlocks, DeltaForward, DeltaForwardRun, DeltaGradients,
-    DeltaHeads, DeltaInputs, DeltaRun,
+    DeltaHeads, DeltaInputs, DeltaRun, Element as _, Real,
 };
 use plan::OwnRun;
 pub(crate) use plan::StatePlan;
@@ -105,8 +109,9 @@ impl CustomOp3 for DeltaRule {
     ) -> candle_core::Result<(CpuStorage, Shape)> {
         use candle_core::backend::BackendStorage;
         let out = dispatch!(qkv.dtype(), T => {
-            let gates = [slice(g, g_layout)?, slice(beta, beta_layout)?];
-            T::to_cpu_storage_owned(self.forward::<T>(&self.inputs(slice(qkv, qkv_layout)?, gates))?)
+            let qkv = T::widen_all(slice(qkv, qkv_layout)?);
+            let inputs = self.inputs(&qkv, [slice(g, g_layout)?, slice(beta, beta_layout)?]);
+            T::to_cpu_storage_owned(self.forward::<T>(&inputs)?)
         });
         let StatePlan { batch, local_len, .. } = *self.plan;
         Ok((out, (batch, local_len, self.heads.value_heads, self.heads.value_dim).into()))
@@ -120,13 +125,14 @@ impl CustomOp3 for DeltaRule {
         _: &Tensor,
         d_out: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let d_out = d_out.contiguous()?;
+        let (d_out, dims) = (d_out.contiguous()?, qkv.dims());
         let (d_qkv, d_g, d_beta) = dispatch!(qkv.dtype(), T => {
             with_cpu_storage(qkv, |q, ql| with_cpu_storage(g, |g, gl| with_cpu_storage(beta, |b, bl| {
                 with_cpu_storage(&d_out, |d, dl| {
-                    let inputs = self.inputs::<T>(slice(q, ql)?, [slice(g, gl)?, slice(b, bl)?]);
-                    let gradients = self.backward::<T>(&inputs, slice(d, dl)?)?;
-                    let tensor = Tensor::from_vec(gradients.qkv, qkv.dims(), &Device::Cpu)?;
+                    let (qkv, d_out) = (T::widen_all(slice(q, ql)?), T::widen_all(slice(d, dl)?));
+                    let inputs = self.inputs(&qkv, [slice(g, gl)?, slice(b, bl)?]);
+                    let gradients = self.backward::<T>(&inputs, &d_out)?;
+                    let tensor = Tensor::from_vec(gradients.qkv, dims, &Device::Cpu)?;
                     let gates = [gradients.g, gradients.beta].map(|x| Tensor::from_vec(x, beta.dims(), &Device::Cpu));
                     let [d_g, d_beta] = gates;
                     Ok((tensor, d_g?, d_beta?))
@@ -144,7 +150,7 @@ fn slice<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&
 }
 
 impl DeltaRule {
-    fn inputs<'a, T: Element>(&self, qkv: &'a [T], [g, beta]: [&'a [T::Acc]; 2]) -> DeltaInputs<'a, T> {
+    fn inputs<'a, T: Real>(&self, qkv: &'a [T], [g, beta]: [&'a [T]; 2]) -> DeltaInputs<'a, T> {
         DeltaInputs::new(self.heads, (self.plan.batch, self.plan.local_len), qkv, g, beta)
     }
 
@@ -153,7 +159,7 @@ impl DeltaRule {
         self.plan.runs.iter().enumerate().filter(|(_, own)| wanted(own)).collect()
     }
 
-    fn forward<T: Element>(&self, inputs: &DeltaInputs<T>) -> Result<Vec<T>> {
+    fn forward<T: Element>(&self, inputs: &DeltaInputs<T::Acc>) -> Result<Vec<T>> {
         let (plan, count) = (&self.plan, self.plan.runs.len());
         let mut out = DeltaForward::new(self.heads, plan.batch * plan.local_len);
         let mut blocks: Vec<Option<DeltaBlocks<T::Acc>>> = (0..count).map(|_| None).collect();
@@ -193,7 +199,7 @@ impl DeltaRule {
         Ok(out.finish())
     }
 
-    fn backward<T: Element>(&self, inputs: &DeltaInputs<T>, d_out: &[T]) -> Result<DeltaGradients<T>> {
+    fn backward<T: Element>(&self, inputs: &DeltaInputs<T::Acc>, d_out: &[T::Acc]) -> Result<DeltaGradients<T>> {
         let plan = &self.plan;
         let saved = self.saved.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let saved =

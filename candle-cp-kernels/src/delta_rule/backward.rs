@@ -4,9 +4,8 @@
 //! then walked backwards.
 
 use super::chunk::{CHUNK, Chunk, Head, query_scale};
-use super::matrix::{Left, Matrix, Multiplier, Part};
+use super::matrix::{Left, Matrix, Multiplier, Part, both, dot};
 use super::{BLOCK, DeltaHeads, DeltaInputs};
-use crate::element::Element;
 use crate::real::Real;
 use pulp::NullaryFnOnce;
 use std::ops::Range;
@@ -99,10 +98,9 @@ impl<T: Real> Scratch<T> {
     }
 
     #[inline(always)]
-    fn read_d_out<S: Element<Acc = T>>(&mut self, head: &Head<S>, tokens: Range<usize>, d_out: &[S]) {
+    fn read_d_out(&mut self, head: &Head<T>, tokens: Range<usize>, d_out: &[T]) {
         for (t, token) in tokens.enumerate() {
-            let from = head.token_of(d_out, token);
-            self.out.set_row(t, from.len(), |i| from[i].widen());
+            self.out.set_row(t, head.token_of(d_out, token));
         }
     }
 }
@@ -136,30 +134,33 @@ impl<T: Real> Pairs<T> {
         self.sums = [T::ZERO; CHUNK];
         let beta = &chunk.beta;
         for t in 0..chunk.len {
-            let (d_scores, d_overlap) = (self.scores.part_mut(t, 0), self.overlap.part_mut(t, 0));
-            let (decay, scores, overlap) = (chunk.decay.part(t, 0), chunk.scores.part(t, 0), overlap.part(t, 0));
-            let mut through = [T::ZERO; CHUNK];
-            for s in 0..t {
-                let score = d_scores[s] * beta[s];
-                let of_overlap = T::ZERO - d_overlap[s];
-                let for_beta = of_overlap * overlap[s];
-                d_scores[s] = score * decay[s];
-                d_overlap[s] = of_overlap * beta[s] * decay[s];
+            self.scores.part_mut(t, 0)[t + 1..].fill(T::ZERO);
+            self.overlap.part_mut(t, 0)[t..].fill(T::ZERO);
+            let (d_score, d_overlap) = (row(&self.scores, t), row(&self.overlap, t));
+            let (decay, score, overlap) = (row(&chunk.decay, t), row(&chunk.scores, t), row(overlap, t));
+            let (mut of_score, mut of_overlap, mut through) = ([T::ZERO; CHUNK], [T::ZERO; CHUNK], [T::ZERO; CHUNK]);
+            for s in 0..CHUNK {
+                let for_score = d_score[s] * beta[s];
+                let for_beta = T::ZERO - d_overlap[s] * overlap[s];
+                of_score[s] = for_score * decay[s];
+                of_overlap[s] = T::ZERO - d_overlap[s] * beta[s] * decay[s];
+                through[s] = for_score * score[s] + for_beta * beta[s];
                 self.beta[s] += for_beta;
-                through[s] = score * scores[s] + for_beta * beta[s];
             }
             // A token's product with itself does not decay.
-            d_scores[t] = d_scores[t] * beta[t];
-            d_scores[t + 1..].fill(T::ZERO);
-            d_overlap[t..].fill(T::ZERO);
-            let mut total = T::ZERO;
-            for s in 0..t {
-                total += through[s];
-                self.sums[s] = self.sums[s] - through[s];
-            }
-            self.sums[t] += total;
+            through[t] = T::ZERO;
+            both(&mut self.sums, &through, |sum, x| sum - x);
+            self.sums[t] += dot(&through, &[T::ONE; CHUNK]);
+            self.scores.part_mut(t, 0).copy_from_slice(&of_score);
+            self.overlap.part_mut(t, 0).copy_from_slice(&of_overlap);
         }
     }
+}
+
+/// A row of a `[c, c]` matrix.
+#[inline(always)]
+fn row<T: Real>(x: &Matrix<T>, t: usize) -> [T; CHUNK] {
+    x.part(t, 0).try_into().expect("one panel")
 }
 
 /// Where the gradients of one head of one run go.
@@ -177,29 +178,29 @@ pub(crate) struct Gradients<'a, T> {
 }
 
 /// All gradients of one head of one run. Returns that of the initial state, `[dk, dv]`, or nothing unless asked for.
-pub(crate) struct Backward<'a, S: Element> {
-    pub inputs: &'a DeltaInputs<'a, S>,
+pub(crate) struct Backward<'a, T> {
+    pub inputs: &'a DeltaInputs<'a, T>,
     pub row: usize,
     pub head: usize,
     pub tokens: Range<usize>,
     /// `[dk, dv]`; `None` is zeros.
-    pub initial: Option<&'a [S::Acc]>,
+    pub initial: Option<&'a [T]>,
     /// From forward.
-    pub blocks: &'a [S::Acc],
+    pub blocks: &'a [T],
     /// `[B, S, Hv, dv]`.
-    pub d_out: &'a [S],
+    pub d_out: &'a [T],
     /// `[dk, dv]`; `None` is zeros.
-    pub d_final: Option<&'a [S::Acc]>,
-    pub into: Gradients<'a, S::Acc>,
+    pub d_final: Option<&'a [T]>,
+    pub into: Gradients<'a, T>,
     pub keep_initial: bool,
-    pub scratch: &'a mut Scratch<S::Acc>,
+    pub scratch: &'a mut Scratch<T>,
 }
 
-impl<S: Element> NullaryFnOnce for Backward<'_, S> {
-    type Output = Vec<S::Acc>;
+impl<T: Real> NullaryFnOnce for Backward<'_, T> {
+    type Output = Vec<T>;
 
     #[inline(always)]
-    fn call(mut self) -> Vec<S::Acc> {
+    fn call(mut self) -> Vec<T> {
         let (dk, dv) = (self.inputs.heads.key_dim, self.inputs.heads.value_dim);
         let head = Head::new(self.inputs, self.row, self.head);
         if let Some(d_final) = self.d_final {
@@ -230,10 +231,10 @@ impl<S: Element> NullaryFnOnce for Backward<'_, S> {
     }
 }
 
-impl<S: Element> Backward<'_, S> {
+impl<T: Real> Backward<'_, T> {
     /// Forward over a block, keeping what its chunks need.
     #[inline(always)]
-    fn again(&mut self, head: &Head<S>, tokens: Range<usize>, initial: Option<&[S::Acc]>) {
+    fn again(&mut self, head: &Head<T>, tokens: Range<usize>, initial: Option<&[T]>) {
         let (dk, dv) = (self.inputs.heads.key_dim, self.inputs.heads.value_dim);
         let Scratch { chunk, kept, rest, buffer, state, multiplier, .. } = &mut *self.scratch;
         if let Some(initial) = initial {
@@ -269,7 +270,7 @@ impl<S: Element> Backward<'_, S> {
     #[inline(always)]
     fn chunk(
         &mut self,
-        head: &Head<S>,
+        head: &Head<T>,
         tokens: Range<usize>,
         number: usize,
         (fresh, last, goes_on): (bool, bool, bool),
@@ -310,8 +311,8 @@ impl<S: Element> Backward<'_, S> {
             query.scale_rows(&chunk.since_start[..c]);
             multiplier.multiply((key, false), Left::Plain(rest), &kept.state_t, (c, dv), Part::All);
             key.scale_rows(&negated(&chunk.since_start)[..c]);
-            for t in 0..c {
-                sums[t] = (query.dot_row(&chunk.query, t) + key.dot_row(&chunk.key, t)).to_f64();
+            for (t, sum) in sums.iter_mut().take(c).enumerate() {
+                *sum = (query.dot_row(&chunk.query, t) + key.dot_row(&chunk.key, t)).to_f64();
             }
         }
         if !last {
@@ -326,7 +327,7 @@ impl<S: Element> Backward<'_, S> {
             if fresh {
                 key.copy_from(part);
             } else {
-                key.add_scaled(part, &[S::Acc::ONE; CHUNK][..c]);
+                key.add_scaled(part, &[T::ONE; CHUNK][..c]);
                 sums[c - 1] += (chunk.whole * kept.state_t.dot(d_state_t)).to_f64();
             }
         }
@@ -352,39 +353,39 @@ impl<S: Element> Backward<'_, S> {
         let heads = &self.inputs.heads;
         let into = &mut self.into;
         let scale = query_scale(heads.key_dim);
-        let (up, down) = (S::Acc::from_f64(scale), S::Acc::from_f64(1.0 / scale));
+        let (up, down) = (T::from_f64(scale), T::from_f64(1.0 / scale));
         let mut sum = 0.0;
         for t in (0..chunk.len).rev() {
             let at = tokens.start - self.tokens.start + t;
             sum += sums[t] + pairs.sums[t].to_f64();
-            into.g[at] = S::Acc::from_f64(sum);
+            into.g[at] = T::from_f64(sum);
             into.beta[at] = pairs.beta[t];
             rest.read_row(t, &mut into.value[at * heads.value_dim..][..heads.value_dim]);
             let keys = at * heads.key_dim..(at + 1) * heads.key_dim;
             query.normalised_row(&chunk.query, t, (up, down), chunk.query_norm[t]);
             query.read_row(t, &mut into.query[keys.clone()]);
-            key.normalised_row(&chunk.key, t, (S::Acc::ONE, S::Acc::ONE), chunk.key_norm[t]);
+            key.normalised_row(&chunk.key, t, (T::ONE, T::ONE), chunk.key_norm[t]);
             key.read_row(t, &mut into.key[keys]);
         }
     }
 }
 
 /// The gradient of the initial state of one head of one run, `[dk, dv]`, when that of the final state is zeros.
-pub(crate) struct InitialGradient<'a, S: Element> {
-    pub inputs: &'a DeltaInputs<'a, S>,
+pub(crate) struct InitialGradient<'a, T> {
+    pub inputs: &'a DeltaInputs<'a, T>,
     pub row: usize,
     pub head: usize,
     pub tokens: Range<usize>,
     /// `[B, S, Hv, dv]`.
-    pub d_out: &'a [S],
-    pub scratch: &'a mut Scratch<S::Acc>,
+    pub d_out: &'a [T],
+    pub scratch: &'a mut Scratch<T>,
 }
 
-impl<S: Element> NullaryFnOnce for InitialGradient<'_, S> {
-    type Output = Vec<S::Acc>;
+impl<T: Real> NullaryFnOnce for InitialGradient<'_, T> {
+    type Output = Vec<T>;
 
     #[inline(always)]
-    fn call(self) -> Vec<S::Acc> {
+    fn call(self) -> Vec<T> {
         let Self { inputs, tokens, d_out, scratch, .. } = self;
         let head = Head::new(inputs, self.row, self.head);
         let mut last = true;

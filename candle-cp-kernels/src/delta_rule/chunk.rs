@@ -12,9 +12,8 @@
 //! The first line is a triangular system; its inverse does not depend on values or state. Every exponent is <= 0, however
 //! strong the decay is. Sums of `g` are f64, so that small decays after large ones keep their digits.
 
-use super::matrix::{Left, Matrix, Multiplier, PANEL, Part};
+use super::matrix::{Left, Matrix, Multiplier, PANEL, Part, both};
 use super::{DeltaHeads, DeltaInputs};
-use crate::element::Element;
 use crate::real::Real;
 use std::ops::Range;
 
@@ -24,59 +23,59 @@ pub(crate) const CHUNK: usize = PANEL;
 const EPSILON: f64 = 1e-6;
 
 /// The inputs of one value head in one row of the batch.
-pub(crate) struct Head<'a, S: Element> {
-    inputs: &'a DeltaInputs<'a, S>,
+pub(crate) struct Head<'a, T> {
+    inputs: &'a DeltaInputs<'a, T>,
     /// First token of the row.
     first: usize,
     head: usize,
 }
 
-impl<'a, S: Element> Head<'a, S> {
-    pub fn new(inputs: &'a DeltaInputs<'a, S>, row: usize, head: usize) -> Self {
+impl<'a, T: Real> Head<'a, T> {
+    pub fn new(inputs: &'a DeltaInputs<'a, T>, row: usize, head: usize) -> Self {
         Self { inputs, first: row * inputs.tokens, head }
     }
 
     #[inline(always)]
-    fn part(&self, token: usize, start: usize, len: usize) -> &'a [S] {
+    fn part(&self, token: usize, start: usize, len: usize) -> &'a [T] {
         let width = self.inputs.heads.width();
         &self.inputs.qkv[(self.first + token) * width + start..][..len]
     }
 
     #[inline(always)]
-    fn query(&self, token: usize) -> &'a [S] {
+    fn query(&self, token: usize) -> &'a [T] {
         let heads = &self.inputs.heads;
         self.part(token, heads.key_head(self.head) * heads.key_dim, heads.key_dim)
     }
 
     #[inline(always)]
-    fn key(&self, token: usize) -> &'a [S] {
+    fn key(&self, token: usize) -> &'a [T] {
         let heads = &self.inputs.heads;
         self.part(token, (heads.key_heads + heads.key_head(self.head)) * heads.key_dim, heads.key_dim)
     }
 
     #[inline(always)]
-    fn value(&self, token: usize) -> &'a [S] {
+    fn value(&self, token: usize) -> &'a [T] {
         let heads = &self.inputs.heads;
         self.part(token, 2 * heads.key_heads * heads.key_dim + self.head * heads.value_dim, heads.value_dim)
     }
 
     #[inline(always)]
-    fn of_token(&self, x: &[S::Acc], token: usize) -> S::Acc {
+    fn of_token(&self, x: &[T], token: usize) -> T {
         x[(self.first + token) * self.inputs.heads.value_heads + self.head]
     }
 
     /// Values of the tokens into `[c, dv]`; with `zeros`, zeros.
     #[inline(always)]
-    pub fn read_values(&self, tokens: Range<usize>, zeros: bool, into: &mut Matrix<S::Acc>) {
+    pub fn read_values(&self, tokens: Range<usize>, zeros: bool, into: &mut Matrix<T>) {
         for (t, token) in tokens.enumerate() {
             let value = self.value(token);
-            into.set_row(t, if zeros { 0 } else { value.len() }, |i| value[i].widen());
+            into.set_row(t, if zeros { &[] } else { value });
         }
     }
 
     /// This head of a tensor `[B, S, Hv, dv]`.
     #[inline(always)]
-    pub fn token_of<'b>(&self, x: &'b [S], token: usize) -> &'b [S] {
+    pub fn token_of<'b>(&self, x: &'b [T], token: usize) -> &'b [T] {
         let heads = &self.inputs.heads;
         &x[((self.first + token) * heads.value_heads + self.head) * heads.value_dim..][..heads.value_dim]
     }
@@ -141,7 +140,7 @@ impl<T: Real> Chunk<T> {
 
     /// Takes over the keys, strengths and decays of `tokens`.
     #[inline(always)]
-    pub fn read_keys<S: Element<Acc = T>>(&mut self, head: &Head<S>, tokens: Range<usize>) {
+    pub fn read_keys(&mut self, head: &Head<T>, tokens: Range<usize>) {
         self.len = tokens.len();
         let mut sums = [0.0; CHUNK];
         let mut sum = 0.0;
@@ -151,17 +150,17 @@ impl<T: Real> Chunk<T> {
             sum += head.of_token(head.inputs.g, token).to_f64();
             sums[t] = sum;
         }
+        // Whole vectors are computed: what is left there from another chunk must not be a NaN.
+        self.beta[self.len..].fill(T::ZERO);
         self.key.transpose_into(&mut self.key_t);
         self.whole = T::from_f64(sum).exp();
         for t in 0..self.len {
             self.since_start[t] = T::from_f64(sums[t]).exp();
             self.to_end[t] = T::from_f64(sum - sums[t]).exp();
-            let row = self.decay.part_mut(t, 0);
-            for (x, &before) in row.iter_mut().zip(&sums) {
-                // Right of the diagonal the difference may be large; it is overwritten.
-                *x = T::from_f64((sums[t] - before).min(0.0)).exp();
-            }
-            row[t + 1..].fill(T::ZERO);
+            // Right of the diagonal the difference may be large; what is there is overwritten.
+            let row: [T; CHUNK] = std::array::from_fn(|s| T::from_f64((sums[t] - sums[s]).min(0.0)).exp());
+            self.decay.part_mut(t, 0).copy_from_slice(&row);
+            self.decay.part_mut(t, 0)[t + 1..].fill(T::ZERO);
         }
     }
 
@@ -172,7 +171,7 @@ impl<T: Real> Chunk<T> {
         multiplier.multiply((&mut self.overlap, false), Left::Plain(&self.key), &self.key_t, size, Part::LowerResult);
         for t in 0..self.len {
             let row = self.overlap.part_mut(t, 0);
-            row.iter_mut().zip(self.decay.part(t, 0)).for_each(|(x, &e)| *x *= e);
+            both(row, self.decay.part(t, 0), |x, e| x * e);
             row[t..].fill(T::ZERO);
         }
         self.invert();
@@ -180,12 +179,7 @@ impl<T: Real> Chunk<T> {
 
     /// Takes over the queries of `tokens` and their scores.
     #[inline(always)]
-    pub fn read_queries<S: Element<Acc = T>>(
-        &mut self,
-        head: &Head<S>,
-        tokens: Range<usize>,
-        multiplier: &mut Multiplier,
-    ) {
+    pub fn read_queries(&mut self, head: &Head<T>, tokens: Range<usize>, multiplier: &mut Multiplier) {
         let scale = query_scale(self.key_dim);
         for (t, token) in tokens.enumerate() {
             self.query_norm[t] = set_normalised(&mut self.query, t, head.query(token), scale);
@@ -194,7 +188,7 @@ impl<T: Real> Chunk<T> {
         multiplier.multiply((&mut self.scores, false), Left::Plain(&self.query), &self.key_t, size, Part::LowerResult);
         for t in 0..self.len {
             let row = self.scores.part_mut(t, 0);
-            row.iter_mut().zip(self.decay.part(t, 0)).for_each(|(x, &e)| *x *= e);
+            both(row, self.decay.part(t, 0), |x, e| x * e);
             row[t + 1..].fill(T::ZERO);
         }
     }
@@ -207,9 +201,7 @@ impl<T: Real> Chunk<T> {
             row[t] = T::ONE;
             for s in 0..t {
                 let factor = self.overlap.part(t, 0)[s] * self.beta[s];
-                for (x, &y) in row.iter_mut().zip(self.inverse.part(s, 0)) {
-                    *x = *x - factor * y;
-                }
+                both(&mut row, self.inverse.part(s, 0), |x, y| x - factor * y);
             }
             self.inverse.part_mut(t, 0).copy_from_slice(&row);
         }
@@ -260,12 +252,9 @@ pub(crate) fn query_scale(key_dim: usize) -> f64 {
 
 /// Row `t` becomes `scale * x / sqrt(sum of x^2 + epsilon)`; returns one over the root.
 #[inline(always)]
-fn set_normalised<S: Element>(into: &mut Matrix<S::Acc>, t: usize, x: &[S], scale: f64) -> S::Acc {
-    into.set_row(t, x.len(), |i| x[i].widen());
-    let norm = S::Acc::from_f64(1.0 / (into.dot_row(into, t).to_f64() + EPSILON).sqrt());
-    let factor = norm * S::Acc::from_f64(scale);
-    for p in 0..into.panels() {
-        into.part_mut(t, p).iter_mut().for_each(|x| *x *= factor);
-    }
+fn set_normalised<T: Real>(into: &mut Matrix<T>, t: usize, x: &[T], scale: f64) -> T {
+    into.set_row(t, x);
+    let norm = T::from_f64(1.0 / (into.dot_row(into, t).to_f64() + EPSILON).sqrt());
+    into.scale_row(t, norm * T::from_f64(scale));
     norm
 }

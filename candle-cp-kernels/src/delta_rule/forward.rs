@@ -3,7 +3,6 @@
 use super::chunk::{CHUNK, Chunk, Head};
 use super::matrix::{Left, Matrix, Multiplier, Part};
 use super::{BLOCK, DeltaHeads, DeltaInputs};
-use crate::element::Element;
 use crate::real::Real;
 use pulp::NullaryFnOnce;
 use std::ops::Range;
@@ -47,16 +46,16 @@ pub(crate) enum Start<'a, T> {
 }
 
 /// One head of one run.
-pub(crate) struct Forward<'a, S: Element> {
-    pub inputs: &'a DeltaInputs<'a, S>,
+pub(crate) struct Forward<'a, T> {
+    pub inputs: &'a DeltaInputs<'a, T>,
     pub row: usize,
     pub head: usize,
     pub tokens: Range<usize>,
-    pub start: Start<'a, S::Acc>,
+    pub start: Start<'a, T>,
     /// `[tokens, dv]`, or empty if outputs are not wanted.
-    pub out: &'a mut [S::Acc],
+    pub out: &'a mut [T],
     pub keep_final: bool,
-    pub scratch: &'a mut Scratch<S::Acc>,
+    pub scratch: &'a mut Scratch<T>,
 }
 
 /// What one head of one run leaves behind.
@@ -67,11 +66,11 @@ pub(crate) struct Passed<T> {
     pub blocks: Vec<T>,
 }
 
-impl<S: Element> NullaryFnOnce for Forward<'_, S> {
-    type Output = Passed<S::Acc>;
+impl<T: Real> NullaryFnOnce for Forward<'_, T> {
+    type Output = Passed<T>;
 
     #[inline(always)]
-    fn call(self) -> Passed<S::Acc> {
+    fn call(self) -> Passed<T> {
         let heads = &self.inputs.heads;
         let (dk, outputs) = (heads.key_dim, !self.out.is_empty());
         let head = Head::new(self.inputs, self.row, self.head);
@@ -81,9 +80,7 @@ impl<S: Element> NullaryFnOnce for Forward<'_, S> {
         match self.start {
             Start::Zero => fresh = true,
             Start::State(from) => state.load(dk, dv, from),
-            Start::Unit => {
-                (0..dk).for_each(|i| state.set_row(i, dk, |j| if i == j { S::Acc::ONE } else { S::Acc::ZERO }))
-            }
+            Start::Unit => state.set_unit(dk),
         }
         let mut blocks = Vec::new();
         for (number, first) in self.tokens.clone().step_by(CHUNK).enumerate() {

@@ -63,16 +63,21 @@ impl<T: Real> Matrix<T> {
         self.data.copy_from_slice(&other.data);
     }
 
-    /// `x[row, i] = value(i)` for the `count` columns of the row, and 0 beyond.
+    /// The unit matrix of `size` rows and columns.
+    pub fn set_unit(&mut self, size: usize) {
+        self.data.fill(T::ZERO);
+        (0..size).for_each(|i| self.part_mut(i, i / PANEL)[i % PANEL] = T::ONE);
+    }
+
+    /// The first columns of a row from `from`, the others 0.
     #[inline(always)]
-    pub fn set_row(&mut self, row: usize, count: usize, value: impl Fn(usize) -> T) {
+    pub fn set_row(&mut self, row: usize, from: &[T]) {
         for p in 0..self.panels() {
-            let inside = count.saturating_sub(p * PANEL).min(PANEL);
+            let from = &from[from.len().min(p * PANEL)..];
             let part = self.part_mut(row, p);
-            for (i, x) in part[..inside].iter_mut().enumerate() {
-                *x = value(p * PANEL + i);
-            }
-            part[inside..].fill(T::ZERO);
+            let (inside, outside) = part.split_at_mut(from.len().min(part.len()));
+            inside.copy_from_slice(&from[..inside.len()]);
+            outside.fill(T::ZERO);
         }
     }
 
@@ -87,7 +92,7 @@ impl<T: Real> Matrix<T> {
     /// From a plain row-major matrix.
     pub fn load(&mut self, rows: usize, columns: usize, from: &[T]) {
         for (row, from) in from.chunks_exact(columns).take(rows).enumerate() {
-            self.set_row(row, columns, |i| from[i]);
+            self.set_row(row, from);
         }
     }
 
@@ -106,7 +111,7 @@ impl<T: Real> Matrix<T> {
         for p in 0..self.panels() {
             let width = self.width(p);
             for (row, &factor) in self.panel_mut(p).chunks_exact_mut(width).zip(factors) {
-                row.iter_mut().for_each(|x| *x *= factor);
+                each(row, |x| x * factor);
             }
         }
     }
@@ -118,7 +123,7 @@ impl<T: Real> Matrix<T> {
             let width = self.width(p);
             let rows = self.panel_mut(p).chunks_exact_mut(width).zip(other.panel(p).chunks_exact(width));
             for ((row, other), &factor) in rows.zip(factors) {
-                row.iter_mut().zip(other).for_each(|(x, &y)| *x = y * factor);
+                both(row, other, |_, y| y * factor);
             }
         }
     }
@@ -130,7 +135,7 @@ impl<T: Real> Matrix<T> {
             let width = self.width(p);
             let rows = self.panel_mut(p).chunks_exact_mut(width).zip(other.panel(p).chunks_exact(width));
             for ((row, other), &factor) in rows.zip(factors) {
-                row.iter_mut().zip(other).for_each(|(x, &y)| *x += y * factor);
+                both(row, other, |x, y| x + y * factor);
             }
         }
     }
@@ -138,7 +143,7 @@ impl<T: Real> Matrix<T> {
     #[inline(always)]
     pub fn scale_row(&mut self, row: usize, factor: T) {
         for p in 0..self.panels() {
-            self.part_mut(row, p).iter_mut().for_each(|x| *x *= factor);
+            each(self.part_mut(row, p), |x| x * factor);
         }
     }
 
@@ -148,15 +153,14 @@ impl<T: Real> Matrix<T> {
         let along = self.dot_row(other, row) * down * norm;
         let across = up * norm;
         for p in 0..self.panels() {
-            let y = other.part(row, p);
-            self.part_mut(row, p).iter_mut().zip(y).for_each(|(d, &y)| *d = across * *d - along * y);
+            both(self.part_mut(row, p), other.part(row, p), |d, y| across * d - along * y);
         }
     }
 
     /// All numbers multiplied by one.
     #[inline(always)]
     pub fn scale(&mut self, factor: T) {
-        self.data.iter_mut().for_each(|x| *x *= factor);
+        each(&mut self.data, |x| x * factor);
     }
 
     /// The sum of the products of all elements.
@@ -191,6 +195,22 @@ impl<T: Real> Matrix<T> {
     }
 }
 
+/// `x = f(x)`, by whole vectors.
+#[inline(always)]
+fn each<T: Real>(x: &mut [T], f: impl Fn(T) -> T) {
+    for x in x.as_chunks_mut::<LANES>().0 {
+        *x = x.map(&f);
+    }
+}
+
+/// `x = f(x, y)`, by whole vectors, each read before it is written.
+#[inline(always)]
+pub(crate) fn both<T: Real>(x: &mut [T], y: &[T], f: impl Fn(T, T) -> T) {
+    for (x, y) in x.as_chunks_mut::<LANES>().0.iter_mut().zip(y.as_chunks::<LANES>().0) {
+        *x = std::array::from_fn(|i| f(x[i], y[i]));
+    }
+}
+
 #[inline(always)]
 fn transpose_block<T: Real>(from: &[T], from_row: usize, into: &mut [T], into_row: usize) {
     let mut block = [[T::ZERO; LANES]; LANES];
@@ -205,7 +225,7 @@ fn transpose_block<T: Real>(from: &[T], from_row: usize, into: &mut [T], into_ro
 
 /// The sum of products, in as many partial sums as a vector has lanes.
 #[inline(always)]
-fn dot<T: Real>(a: &[T], b: &[T]) -> T {
+pub(crate) fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     let mut sums = [T::ZERO; LANES];
     for (a, b) in a.chunks_exact(LANES).zip(b.chunks_exact(LANES)) {
         for i in 0..LANES {

@@ -65,28 +65,22 @@ impl DeltaHeads {
 
 /// The inputs, contiguous.
 #[derive(Debug, Clone, Copy)]
-pub struct DeltaInputs<'a, S: Element> {
+pub struct DeltaInputs<'a, T> {
     heads: DeltaHeads,
     batch: usize,
     tokens: usize,
-    qkv: &'a [S],
-    g: &'a [S::Acc],
-    beta: &'a [S::Acc],
+    qkv: &'a [T],
+    g: &'a [T],
+    beta: &'a [T],
 }
 
-impl<'a, S: Element> DeltaInputs<'a, S> {
+impl<'a, T: Real> DeltaInputs<'a, T> {
     /// `qkv` is `[B, S, 2 Hk dk + Hv dv]`: queries, keys and values of all heads, neither normalised nor scaled. `g`
     /// `[B, S, Hv]` is the log of the decay, at most 0; `beta` `[B, S, Hv]` the strength of writing.
     ///
     /// # Panics
     /// If the lengths do not fit, or the value heads are not a multiple of the key heads.
-    pub fn new(
-        heads: DeltaHeads,
-        (batch, tokens): (usize, usize),
-        qkv: &'a [S],
-        g: &'a [S::Acc],
-        beta: &'a [S::Acc],
-    ) -> Self {
+    pub fn new(heads: DeltaHeads, (batch, tokens): (usize, usize), qkv: &'a [T], g: &'a [T], beta: &'a [T]) -> Self {
         assert!(heads.key_heads > 0 && heads.value_heads.is_multiple_of(heads.key_heads), "groups of value heads");
         assert_eq!(qkv.len(), batch * tokens * heads.width(), "one row of qkv per token");
         assert!(
@@ -163,11 +157,7 @@ impl<T: Real> DeltaForward<T> {
     ///
     /// # Panics
     /// For runs out of order or outside of the batch.
-    pub fn run<S: Element<Acc = T>>(
-        &mut self,
-        inputs: &DeltaInputs<S>,
-        runs: &[DeltaForwardRun<T>],
-    ) -> Vec<DeltaPassed<T>> {
+    pub fn run(&mut self, inputs: &DeltaInputs<T>, runs: &[DeltaForwardRun<T>]) -> Vec<DeltaPassed<T>> {
         let heads = &self.heads;
         let mut out = Splitter::new(&mut self.out, heads.value_dim);
         let tasks: Vec<_> = in_memory_order(inputs, runs.iter().map(|r| &r.run))
@@ -179,7 +169,7 @@ impl<T: Real> DeltaForward<T> {
                 let DeltaRun { row, tokens } = run.run.clone();
                 let start = run.initial.map_or(Start::Zero, |states| Start::State(of_head(states, heads, head)));
                 let keep_final = run.keep_final;
-                S::delta_forward(Forward { inputs, row, head, tokens, start, out, keep_final, scratch })
+                T::delta_forward(Forward { inputs, row, head, tokens, start, out, keep_final, scratch })
             },
         );
         let mut all: Vec<_> =
@@ -248,12 +238,7 @@ impl<T: Real> DeltaBackward<T> {
     ///
     /// # Panics
     /// As [`DeltaForward::run`].
-    pub fn run<S: Element<Acc = T>>(
-        &mut self,
-        inputs: &DeltaInputs<S>,
-        runs: &[DeltaBackwardRun<T>],
-        d_out: &[S],
-    ) -> Vec<Vec<T>> {
+    pub fn run(&mut self, inputs: &DeltaInputs<T>, runs: &[DeltaBackwardRun<T>], d_out: &[T]) -> Vec<Vec<T>> {
         let heads = &self.heads;
         let mut query = Splitter::new(&mut self.query, heads.key_dim);
         let mut key = Splitter::new(&mut self.key, heads.key_dim);
@@ -279,7 +264,7 @@ impl<T: Real> DeltaBackward<T> {
                 let state = |states| of_head(states, heads, head);
                 let (initial, d_final) = (run.initial.map(state), run.d_final.map(state));
                 let (blocks, keep_initial) = (&run.blocks.0[head][..], run.keep_initial);
-                S::delta_backward(Backward {
+                T::delta_backward(Backward {
                     inputs,
                     row,
                     head,
@@ -327,27 +312,27 @@ impl<T: Real> DeltaBackward<T> {
 }
 
 /// The states after runs that start from zeros, `[Hv, dk, dv]` each.
-pub fn delta_states<S: Element>(inputs: &DeltaInputs<S>, runs: &[DeltaRun]) -> Vec<Vec<S::Acc>> {
+pub fn delta_states<T: Real>(inputs: &DeltaInputs<T>, runs: &[DeltaRun]) -> Vec<Vec<T>> {
     final_states(inputs, runs, Start::Zero, inputs.heads.value_dim)
 }
 
 /// What runs multiply the state before them by, `[Hv, dk, dk]` each.
-pub fn delta_transitions<S: Element>(inputs: &DeltaInputs<S>, runs: &[DeltaRun]) -> Vec<Vec<S::Acc>> {
+pub fn delta_transitions<T: Real>(inputs: &DeltaInputs<T>, runs: &[DeltaRun]) -> Vec<Vec<T>> {
     final_states(inputs, runs, Start::Unit, inputs.heads.key_dim)
 }
 
-fn final_states<S: Element>(
-    inputs: &DeltaInputs<S>,
+fn final_states<T: Real>(
+    inputs: &DeltaInputs<T>,
     runs: &[DeltaRun],
-    start: Start<'static, S::Acc>,
+    start: Start<'static, T>,
     columns: usize,
-) -> Vec<Vec<S::Acc>> {
+) -> Vec<Vec<T>> {
     let tasks: Vec<_> = in_memory_order(inputs, runs.iter()).map(|(head, i, _)| (head, &runs[i])).collect();
     let states = tasks.into_par_iter().map_init(
         || forward::Scratch::new(&inputs.heads, columns),
         |scratch, (head, run)| {
             let DeltaRun { row, tokens } = run.clone();
-            S::delta_forward(Forward { inputs, row, head, tokens, start, out: &mut [], keep_final: true, scratch }).last
+            T::delta_forward(Forward { inputs, row, head, tokens, start, out: &mut [], keep_final: true, scratch }).last
         },
     );
     by_run(states.collect(), runs.len())
@@ -355,25 +340,21 @@ fn final_states<S: Element>(
 
 /// The gradients of the states before runs, when those of the states after them are zeros: `[Hv, dk, dv]` each. `d_out` is
 /// `[B, S, Hv, dv]`.
-pub fn delta_initial_gradients<S: Element>(
-    inputs: &DeltaInputs<S>,
-    runs: &[DeltaRun],
-    d_out: &[S],
-) -> Vec<Vec<S::Acc>> {
+pub fn delta_initial_gradients<T: Real>(inputs: &DeltaInputs<T>, runs: &[DeltaRun], d_out: &[T]) -> Vec<Vec<T>> {
     let tasks: Vec<_> = in_memory_order(inputs, runs.iter()).map(|(head, i, _)| (head, &runs[i])).collect();
     let gradients = tasks.into_par_iter().map_init(
         || backward::Scratch::new(&inputs.heads),
         |scratch, (head, run)| {
             let DeltaRun { row, tokens } = run.clone();
-            S::delta_initial_gradient(InitialGradient { inputs, row, head, tokens, d_out, scratch })
+            T::delta_initial_gradient(InitialGradient { inputs, row, head, tokens, d_out, scratch })
         },
     );
     by_run(gradients.collect(), runs.len())
 }
 
 /// Every (head, run) with the run's places in `[Hv, B S]`, in increasing order.
-fn in_memory_order<'a, S: Element>(
-    inputs: &DeltaInputs<S>,
+fn in_memory_order<'a, T: Real>(
+    inputs: &DeltaInputs<T>,
     runs: impl Iterator<Item = &'a DeltaRun> + Clone,
 ) -> impl Iterator<Item = (usize, usize, Range<usize>)> {
     let (rows, tokens) = (inputs.batch, inputs.tokens);

@@ -87,11 +87,9 @@ impl StatePlan {
     pub(super) fn needed_states(&self) -> Vec<Vec<bool>> {
         let mut needed = vec![vec![false; self.batch]; self.owners.len()];
         for piece in (1..self.owners.len()).rev() {
-            for row in 0..self.batch {
-                let link = self.links[piece][row];
-                let used = self.owners[piece] == self.rank || (link.through && needed[piece][row]);
-                needed[piece - 1][row] = link.continues && used;
-            }
+            let own = self.owners[piece] == self.rank;
+            let rows = self.links[piece].iter().zip(&needed[piece]);
+            needed[piece - 1] = rows.map(|(link, &later)| link.continues && (own || (link.through && later))).collect();
         }
         needed
     }
@@ -100,11 +98,9 @@ impl StatePlan {
     pub(super) fn needed_gradients(&self) -> Vec<Vec<bool>> {
         let mut needed = vec![vec![false; self.batch]; self.owners.len()];
         for piece in 1..self.owners.len() {
-            for row in 0..self.batch {
-                let before = self.links[piece - 1][row];
-                let used = self.owners[piece - 1] == self.rank || (before.through && needed[piece - 1][row]);
-                needed[piece][row] = before.carries && used;
-            }
+            let own = self.owners[piece - 1] == self.rank;
+            let rows = self.links[piece - 1].iter().zip(&needed[piece - 1]);
+            needed[piece] = rows.map(|(link, &earlier)| link.carries && (own || (link.through && earlier))).collect();
         }
         needed
     }

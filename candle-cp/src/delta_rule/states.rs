@@ -25,13 +25,16 @@ pub(super) struct Maps {
 /// Matrices that this rank made, each with its (piece, row).
 pub(super) type Made<T> = Vec<((usize, usize), Vec<T>)>;
 
-/// One gathering of what every rank made at its places. `sizes` are the columns of the matrices at a place, in the order
-/// in which they are sent; the result has one list of them per place.
+/// Where matrices are made: (piece, row), and the columns of each in the order in which they are sent.
+type Sized = ((usize, usize), Vec<usize>);
+
+/// One gathering of what every rank made at its places: `made` gives the matrix with a number at a place, `[Hv, dk, columns]`.
+/// The result has the matrices of each place.
 fn gather<T: WithDType>(
     comm: &dyn Communicator,
     plan: &StatePlan,
     traffic: Traffic,
-    (heads, places): (&DeltaHeads, &[((usize, usize), Vec<usize>)]),
+    (heads, places): (&DeltaHeads, &[Sized]),
     mut made: impl FnMut((usize, usize), usize) -> Vec<T>,
 ) -> Result<Vec<Vec<Tensor>>> {
     let mut own = Vec::new();
