@@ -10,7 +10,7 @@ use std::mem::take;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::backprop::GradStore;
-use candle_core::{Tensor, Var};
+use candle_core::{DType, Tensor, Var};
 use candle_cp::with_backward;
 
 use crate::error::{Error, Result};
@@ -169,15 +169,16 @@ fn leaves(tensors: impl Iterator<Item = Tensor>) -> candle_core::Result<Vec<Tens
     tensors.map(|x| Ok(Var::from_tensor(&x)?.as_tensor().clone())).collect()
 }
 
-/// A scalar whose gradient with respect to `output` is `grad`.
+/// A scalar whose gradient with respect to `output` is `grad`. It has one type whatever the output's: those of a stage are
+/// summed.
 fn seed(output: &Tensor, grad: Tensor) -> candle_core::Result<Tensor> {
-    let scalar = Tensor::zeros((), output.dtype(), output.device())?;
+    let scalar = Tensor::zeros((), DType::F32, output.device())?;
     with_backward("seed", [output], scalar, move |_, _| Ok([Some(grad.clone())]))
 }
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{DType, Device};
+    use candle_core::Device;
 
     use super::*;
     use crate::fused::testing::random;
@@ -225,6 +226,26 @@ mod tests {
         };
         assert!(found[0].iter().zip(&plain[0]).all(close), "{found:?} {plain:?}");
         assert_eq!(gradients(&recompute, &weights)?, found, "a value can be used again");
+        Ok(())
+    }
+
+    #[test]
+    fn what_passes_between_stages_may_have_several_types() -> Result<()> {
+        let w = Var::from_tensor(&random(&[3, 3], DType::BF16, 1)?)?.as_tensor().clone();
+        let x = random(&[2, 3], DType::BF16, 2)?;
+        let gradient = |recompute: Recompute| {
+            let inside = w.clone();
+            let first = move |[x]: [&Tensor; 1]| {
+                let short = x.matmul(&inside)?;
+                Ok(vec![short.to_dtype(DType::F64)?.exp()?, short.sqr()?])
+            };
+            let y = recompute.run_in_two([&x], first, |[x], middle| {
+                Ok((x.to_dtype(DType::F64)? * (&middle[0] + middle[1].to_dtype(DType::F64)?)?)?)
+            })?;
+            let store = recompute.backward(&y.sum_all()?)?;
+            Ok::<_, Error>(bits(&store.get(&w).expect("used").to_dtype(DType::F32)?)?)
+        };
+        assert_eq!(gradient(Recompute::on())?, gradient(Recompute::off())?);
         Ok(())
     }
 

@@ -47,20 +47,21 @@ impl Attention {
         })
     }
 
-    /// Queries, keys, values and gates of this rank's tokens, `[batch, local tokens, heads, head size]` each.
+    /// Gates, queries, keys and values of this rank's tokens, `[batch, local tokens, heads, head size]` each, in the order
+    /// in which [`Attention::mix`] takes them up: so sums of gradients have the same order with and without recomputation.
     pub(crate) fn project(&self, x_bsh: &Tensor, rope: &Rope) -> Result<Vec<Tensor>> {
         let head_dim = self.head_dim;
         let both_bshd = self.query_gate.heads(x_bsh, 2 * head_dim)?;
         let (q_bshd, gate_bshd) = (both_bshd.narrow(3, 0, head_dim)?, both_bshd.narrow(3, head_dim, head_dim)?);
         let q_bshd = rope.apply(&self.query_norm.forward(&q_bshd)?)?;
         let k_bshd = rope.apply(&self.key_norm.forward(&self.key.heads(x_bsh, head_dim)?)?)?;
-        Ok(vec![q_bshd, k_bshd, self.value.heads(x_bsh, head_dim)?, gate_bshd.contiguous()?])
+        Ok(vec![gate_bshd.contiguous()?, q_bshd, k_bshd, self.value.heads(x_bsh, head_dim)?])
     }
 
     /// What [`Attention::project`] made to `[batch, local tokens, hidden]`; the other ranks' keys and values come through
     /// the context.
     pub(crate) fn mix(&self, projected: &[Tensor], context: &CpContext) -> Result<Tensor> {
-        let [q_bshd, k_bshd, v_bshd, gate_bshd] = projected else {
+        let [gate_bshd, q_bshd, k_bshd, v_bshd] = projected else {
             unreachable!("attention projects four tensors");
         };
         let scale = (self.head_dim as f64).powf(-0.5);

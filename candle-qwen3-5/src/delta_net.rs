@@ -54,9 +54,10 @@ impl DeltaNet {
         })
     }
 
-    /// Of this rank's tokens: convolved queries, keys and values `[batch, local tokens, channels]`; log of the decay and
-    /// strength of writing `[batch, local tokens, value heads]`, in f32 (f64 for f64); and the gate of the output
-    /// `[batch, local tokens, value heads, value size]`.
+    /// Of this rank's tokens: the gate of the output `[batch, local tokens, value heads, value size]`; convolved queries,
+    /// keys and values `[batch, local tokens, channels]`; log of the decay and strength of writing
+    /// `[batch, local tokens, value heads]`, in f32 (f64 for f64). The order is that in which [`DeltaNet::mix`] takes them
+    /// up: so sums of gradients have the same order with and without recomputation.
     ///
     /// DIFFERENCE: Hugging Face rounds the strength of writing to the model's type.
     pub(crate) fn project(&self, x_bsh: &Tensor, context: &CpContext) -> Result<Vec<Tensor>> {
@@ -64,13 +65,13 @@ impl DeltaNet {
         let decay_bsh = log_decay(&self.decay.forward(x_bsh)?, &self.rate_log_h, &self.decay_bias_h)?;
         let strength_bsh = self.strength.forward(x_bsh)?.to_dtype(wide(x_bsh.dtype()))?;
         let strength_bsh = activate(&strength_bsh, Activation::Sigmoid)?;
-        Ok(vec![qkv_bsc, decay_bsh, strength_bsh, self.gate.heads(x_bsh, self.heads.value_dim)?])
+        Ok(vec![self.gate.heads(x_bsh, self.heads.value_dim)?, qkv_bsc, decay_bsh, strength_bsh])
     }
 
     /// What [`DeltaNet::project`] made to `[batch, local tokens, hidden]`; states of the other ranks come through the
     /// context.
     pub(crate) fn mix(&self, projected: &[Tensor], context: &CpContext) -> Result<Tensor> {
-        let [qkv_bsc, decay_bsh, strength_bsh, gate_bshv] = projected else {
+        let [gate_bshv, qkv_bsc, decay_bsh, strength_bsh] = projected else {
             unreachable!("the delta net projects four tensors");
         };
         let out_bshv = context.delta_rule(qkv_bsc, decay_bsh, strength_bsh, &self.heads)?;

@@ -29,8 +29,8 @@ enum Mixer {
 /// What follows.
 #[derive(Debug, Clone)]
 enum Second {
-    Mlp(Mlp),
-    Moe(MoeBlock),
+    Mlp(Box<Mlp>),
+    Moe(Box<MoeBlock>),
 }
 
 /// What a layer works with beside its input.
@@ -70,8 +70,8 @@ impl Layer {
             },
             post_mixer_norm: norm("post_attention_layernorm")?,
             second: match &text.mlp {
-                MlpConfig::Dense(width) => Second::Mlp(mlp(&second, hidden, *width, weights)?),
-                MlpConfig::Moe(moe) => Second::Moe(MoeBlock::new(&second, hidden, moe, weights)?),
+                MlpConfig::Dense(width) => Second::Mlp(Box::new(mlp(&second, hidden, *width, weights)?)),
+                MlpConfig::Moe(moe) => Second::Moe(Box::new(MoeBlock::new(&second, hidden, moe, weights)?)),
             },
         })
     }

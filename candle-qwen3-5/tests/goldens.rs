@@ -2,8 +2,9 @@
 
 mod support;
 
+use candle_core::{Device, Tensor};
 use candle_cp::LayoutKind;
-use support::{Case, FAMILIES, Settings, assert_forward, assert_gradients, checkpoint, run, variant};
+use support::{Case, FAMILIES, Settings, assert_forward, assert_gradients, checkpoint, difference, run, variant};
 
 fn assert_golden(family: &str, name: &str, has_gradients: bool, settings: &Settings) {
     let case = Case::golden(family, name);
@@ -28,6 +29,28 @@ fn one_rank() {
     assert_all(&Settings::SINGLE);
     // Pictures and text from messages, with a loss on answers only.
     assert_golden("qwen3_5-dense", "case6_chat", false, &Settings::SINGLE);
+}
+
+/// Without images the places in the documents are the positions.
+#[test]
+fn positions_of_text_may_be_left_out() {
+    for (family, name) in FAMILIES.into_iter().flat_map(|family| ["case1_text", "packed"].map(|name| (family, name))) {
+        let mut case = Case::golden(family, "case1_text");
+        if name == "packed" {
+            // Twice the same document: positions start again.
+            for name in ["input.input_ids", "input.labels", "input.position_ids"] {
+                let once = case.get(name).clone();
+                case.tensors.insert(name.into(), Tensor::cat(&[&once, &once], once.rank() - 1).unwrap());
+            }
+            let documents = [vec![0i64; 48], vec![1; 48]].concat();
+            case.tensors.insert("input.doc_ids".into(), Tensor::new(vec![documents], &Device::Cpu).unwrap());
+        }
+        let settings = Settings::new(3, LayoutKind::HeadTail);
+        let given = run(&checkpoint(family), &case, &settings);
+        case.tensors.remove("input.position_ids").unwrap();
+        let absent = run(&checkpoint(family), &case, &settings);
+        assert_eq!(difference(&given.logits, &absent.logits), 0.0, "{family}, {name}");
+    }
 }
 
 #[test]

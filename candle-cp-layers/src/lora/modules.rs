@@ -74,6 +74,9 @@ fn other_kind(name: &str) -> Option<&'static str> {
         Some("an embedding table")
     } else if has("experts") {
         Some("a stack of experts' matrices")
+    } else if segments.ends_with(&["mlp", "gate", "weight"]) {
+        // PEFT adapts modules of projections only; this one is of another type.
+        Some("a router")
     } else if has("conv") || has("depthwise_conv1d") {
         Some("a convolution")
     } else {
