@@ -1,4 +1,4 @@
-//! Parity with Hugging Face transformers for every family of Gemma 4, sharded and not.
+//! Parity with Hugging Face transformers for every family of Gemma 4 and Qwen 3.5, sharded and not.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -94,6 +94,16 @@ fn audio() {
 #[test]
 fn unified() {
     check_family("gemma4-unified", &["case2_images", "case4_packed"]);
+}
+
+#[test]
+fn qwen_dense() {
+    check_family("qwen3_5-dense", &["case1_text", "case2_images", "case3_padded", "case4_packed", "case6_chat"]);
+}
+
+#[test]
+fn qwen_experts() {
+    check_family("qwen3_5-moe", &["case1_text", "case2_images", "case3_padded", "case4_packed"]);
 }
 
 #[test]

@@ -19,12 +19,13 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures")
 }
 
-/// A checkpoint folder with all files, and chats beside it. Tokenizer and chat template are the same for all families.
+/// A checkpoint folder with all files, and chats beside it. Tokenizer and chat template are those of the dense checkpoint.
 fn folder(family: &str) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let model = dir.path().join("model");
     std::fs::create_dir(&model).unwrap();
-    for family in ["gemma4-dense", family] {
+    let dense = if family.starts_with("gemma4") { "gemma4-dense" } else { "qwen3_5-dense" };
+    for family in [dense, family] {
         for entry in fixtures().join(family).join("checkpoint").read_dir().unwrap() {
             let path = entry.unwrap().path();
             std::fs::copy(&path, model.join(path.file_name().unwrap())).unwrap();
@@ -93,7 +94,7 @@ fn unmoved(config: &Config, context: &str) -> Vec<String> {
 
 #[test]
 fn adapters_are_the_same_on_all_ranks_and_every_one_moves() {
-    for family in ["gemma4-dense", "gemma4-effective"] {
+    for family in ["gemma4-dense", "gemma4-effective", "qwen3_5-dense", "qwen3_5-moe"] {
         let dir = folder(family);
         for (cp, layout) in [(3, LayoutKind::HeadTail), (4, LayoutKind::Balanced), (3, LayoutKind::Contiguous)] {
             let mut config = config(&dir, cp, layout);
@@ -107,7 +108,9 @@ fn adapters_are_the_same_on_all_ranks_and_every_one_moves() {
 
 #[test]
 fn all_weights_are_the_same_on_all_ranks() {
-    for (family, cp) in [("gemma4-dense", 3), ("gemma4-effective", 4), ("gemma4-moe", 3)] {
+    for (family, cp) in
+        [("gemma4-dense", 3), ("gemma4-effective", 4), ("gemma4-moe", 3), ("qwen3_5-dense", 4), ("qwen3_5-moe", 3)]
+    {
         let dir = folder(family);
         let context = format!("{family}, cp {cp}");
         let unmoved = unmoved(&config(&dir, cp, LayoutKind::HeadTail), &context);

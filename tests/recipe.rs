@@ -8,7 +8,8 @@ use candle_finetune::{CHECKPOINT_FOLDER, Config, Job, METRICS_FILE, Watcher, run
 use candle_gemma4::Weights;
 use tempfile::TempDir;
 
-const FAMILIES: [&str; 4] = ["gemma4-dense", "gemma4-moe", "gemma4-effective", "gemma4-unified"];
+const FAMILIES: [&str; 6] =
+    ["gemma4-dense", "gemma4-moe", "gemma4-effective", "gemma4-unified", "qwen3_5-dense", "qwen3_5-moe"];
 
 const CHATS: &str = r#"{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Teal."}, {"role": "user", "content": [{"type": "image", "image": "square.png"}, {"type": "text", "text": "And here?"}]}, {"role": "assistant", "content": "Ochre."}]}
 {"prompt": "Is it tall?", "completion": "No."}
@@ -19,12 +20,13 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures")
 }
 
-/// A checkpoint folder with all files, and chats beside it. Tokenizer and chat template are the same for all families.
+/// A checkpoint folder with all files, and chats beside it. Tokenizer and chat template are those of the dense checkpoint.
 fn folder(family: &str) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let model = dir.path().join("model");
     std::fs::create_dir(&model).unwrap();
-    for family in ["gemma4-dense", family] {
+    let dense = if family.starts_with("gemma4") { "gemma4-dense" } else { "qwen3_5-dense" };
+    for family in [dense, family] {
         for entry in fixtures().join(family).join("checkpoint").read_dir().unwrap() {
             let path = entry.unwrap().path();
             std::fs::copy(&path, model.join(path.file_name().unwrap())).unwrap();
@@ -91,7 +93,10 @@ fn every_family_trains_on_chats_and_pictures_and_loads_again() {
         let weights = again_job.weights(&again).unwrap();
         assert_eq!(moved(&two.weights, &weights), Vec::<String>::new(), "{family}");
         let start = job.weights(&config).unwrap();
-        assert!(moved(&start, &weights).iter().any(|name| name.contains("vision")), "{family}");
+        assert!(
+            moved(&start, &weights).iter().any(|name| name.contains("vision") || name.contains("visual")),
+            "{family}"
+        );
         assert_eq!(again_job.training(&again).next_training_batch().unwrap(), batch, "{family}");
         let third = train(&again_job, &again, &|_, _| Ok(())).unwrap().reports[0].loss;
         assert!(third < two.reports[1].loss, "{family}: {third} after {:?}", two.reports);

@@ -3,17 +3,22 @@
 
 use candle_cp::LayoutKind;
 use candle_cp::comm::{Local, threads};
+use candle_finetune::family::Family;
 use candle_finetune::{Batch, Config, Error, Gradients, Job, StepReport, Trainer, train};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The example's model and task on short rows.
-fn short(steps: usize) -> Config {
-    Config { steps: Some(steps), batch_rows: 2, seq_len: 150, held_out_rounds: 0, ..Config::default() }
+fn short_of(family: Family, steps: usize) -> Config {
+    Config { steps: Some(steps), batch_rows: 2, seq_len: 150, held_out_rounds: 0, ..Config::of_family(family) }
 }
 
-fn curve(cp: usize, layout: LayoutKind) -> Vec<StepReport> {
-    let config = Config { cp, layout, ..short(20) };
+fn short(steps: usize) -> Config {
+    short_of(Family::Gemma4, steps)
+}
+
+fn curve(family: Family, cp: usize, layout: LayoutKind) -> Vec<StepReport> {
+    let config = Config { cp, layout, ..short_of(family, 20) };
     let job = Job::prepare(&config).unwrap();
     train(&job, &config, &|_, _| Ok(())).unwrap().reports
 }
@@ -22,15 +27,14 @@ fn close(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-5 * a.abs().max(b.abs())
 }
 
-#[test]
-fn twenty_steps_are_the_same_on_one_two_and_four_ranks() {
-    let reference = curve(1, LayoutKind::Contiguous);
+fn twenty_steps_are_the_same(family: Family) {
+    let reference = curve(family, 1, LayoutKind::Contiguous);
     assert_eq!(reference.len(), 20);
     assert!(reference[19].loss < 0.8 * reference[0].loss, "nothing was learned: {:?}", reference[19]);
     for cp in [2, 4] {
         for layout in LayoutKind::ALL {
-            for (one, many) in reference.iter().zip(curve(cp, layout)) {
-                let place = format!("step {}, cp {cp}, {layout}", one.step);
+            for (one, many) in reference.iter().zip(curve(family, cp, layout)) {
+                let place = format!("{family}, step {}, cp {cp}, {layout}", one.step);
                 assert!(close(one.loss, many.loss), "{place}: loss {} and {}", one.loss, many.loss);
                 assert!(close(one.grad_norm, many.grad_norm), "{place}: norm {} and {}", one.grad_norm, many.grad_norm);
                 assert_eq!((one.lr, one.tokens, one.label_tokens), (many.lr, many.tokens, many.label_tokens));
@@ -40,18 +44,34 @@ fn twenty_steps_are_the_same_on_one_two_and_four_ranks() {
 }
 
 #[test]
+fn twenty_steps_are_the_same_on_one_two_and_four_ranks() {
+    twenty_steps_are_the_same(Family::Gemma4);
+}
+
+#[test]
+fn twenty_steps_of_qwen_are_the_same_on_one_two_and_four_ranks() {
+    twenty_steps_are_the_same(Family::Qwen3_5);
+}
+
+#[test]
 fn recomputation_changes_nothing() {
-    let curve = |recompute| {
-        let config = Config { cp: 3, recompute, ..short(4) };
+    let curve = |family, recompute| {
+        let config = Config { cp: 3, recompute, ..short_of(family, 4) };
         let reports = train(&Job::prepare(&config).unwrap(), &config, &|_, _| Ok(())).unwrap().reports;
         reports.iter().map(|report| (report.loss, report.grad_norm)).collect::<Vec<_>>()
     };
-    assert_eq!(curve(true), curve(false));
+    for family in Family::ALL {
+        assert_eq!(curve(family, true), curve(family, false), "{family}");
+    }
 }
 
 #[test]
 fn every_parameter_gets_a_gradient_and_moves() {
-    let config = Config { steps: Some(1), held_out_rounds: 0, cp: 1, ..Config::default() };
+    Family::ALL.into_iter().for_each(every_parameter_moves);
+}
+
+fn every_parameter_moves(family: Family) {
+    let config = Config { steps: Some(1), held_out_rounds: 0, cp: 1, ..Config::of_family(family) };
     let job = Job::prepare(&config).unwrap();
     let mut trainer = Trainer::new(&job, &config, Arc::new(Local::new())).unwrap();
     let batch = job.training(&config).next_training_batch().unwrap();
@@ -62,12 +82,15 @@ fn every_parameter_gets_a_gradient_and_moves() {
     assert_eq!(gradients.named().len(), trainer.weights().variables().len());
     for (name, gradient) in gradients.named() {
         let largest = gradient.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap();
-        assert!(largest > 0.0, "{name} gets no gradient");
+        assert!(largest > 0.0, "{family}: {name} gets no gradient");
     }
 
     trainer.step(std::slice::from_ref(&batch)).unwrap();
     for (name, after) in values(&trainer) {
-        assert!(after.iter().all(|value| value.is_finite()) && after != before[&name], "{name} does not move");
+        assert!(
+            after.iter().all(|value| value.is_finite()) && after != before[&name],
+            "{family}: {name} does not move"
+        );
     }
 }
 

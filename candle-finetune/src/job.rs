@@ -76,6 +76,7 @@ impl Job {
     }
 
     fn read(config: &Config, model: Arc<dyn VlmConfig>, device: Option<&Device>) -> Result<Self> {
+        check_device(config, model.as_ref())?;
         let device = device.map_or_else(|| config.device.open(), |device| Ok(device.clone()))?;
         let data = match (config.model_folder(), &config.data) {
             (Some(folder), Some(_)) => {
@@ -330,6 +331,13 @@ fn model(config: &Config) -> Result<Arc<dyn VlmConfig>> {
     }
 }
 
+fn check_device(config: &Config, model: &dyn VlmConfig) -> Result<()> {
+    model.check_device(config.device).map_err(|reason| {
+        let fix = "leave --device out to train on the CPU";
+        Error::flag("--device", config.device, format!("cpu for this model: {reason}"), fix)
+    })
+}
+
 fn check_weights(config: &Config, model: &dyn VlmConfig, saved: Option<&Path>) -> Result<()> {
     let lora = config.lora.options();
     // A checkpoint of a run with adapters has nothing else: the weights are those that the run began with.
@@ -366,4 +374,30 @@ fn freeze(names: &[String]) -> Result<LoadOptions> {
         pattern => pattern,
     });
     Ok(LoadOptions::new().freeze(names.iter().filter_map(|name| part(name))).freeze_matching(patterns)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Told before data is looked for: there is none.
+    #[test]
+    fn a_device_that_the_model_has_no_kernels_for_is_refused() {
+        let config = |family| Config {
+            device: "cuda:1".parse().unwrap(),
+            model: Some(PathBuf::from("missing")),
+            data: Some(PathBuf::from("missing.jsonl")),
+            ..Config::of_family(family)
+        };
+        let read = |family| {
+            let model = small_model::config(family).unwrap();
+            Job::read(&config(family), model, Some(&Device::Cpu)).unwrap_err()
+        };
+        let error = read(Family::Qwen3_5);
+        let text = error.to_string();
+        assert!(error.is_usage() && text.starts_with("--device \"cuda:1\": allowed is cpu for this model: "), "{text}");
+        assert!(text.contains("delta rule") && text.contains("no CUDA kernels yet; leave --device out"), "{text}");
+        let text = read(Family::Gemma4).to_string();
+        assert!(!text.contains("--device") && text.contains("missing"), "{text}");
+    }
 }

@@ -7,13 +7,14 @@ use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 
 /// Inputs that a run reads. Every other `input.*` tensor is either derived here and compared, or reported as unused.
-pub const GIVEN: [&str; 8] = [
+pub const GIVEN: [&str; 9] = [
     "input.input_ids",
     "input.labels",
     "input.attention_mask",
     "input.doc_ids",
     "input.pixel_values",
     "input.image_position_ids",
+    "input.image_grid_thw",
     "input.input_features",
     "input.input_features_mask",
 ];

@@ -82,6 +82,8 @@ fn expand_shared_row(name: &str, expected: &Tensor, computed: &Tensor) -> Result
 /// Flags of the rows that are compared; `None`: all.
 struct KeptRows {
     tokens: Option<Vec<bool>>,
+    /// Tokens once for each of the three axes of positions.
+    axes: Option<Vec<bool>>,
     listed: Option<Vec<bool>>,
     patches: Option<Vec<bool>>,
 }
@@ -107,17 +109,24 @@ impl KeptRows {
             }
             None => None,
         };
-        Ok(Self { tokens, listed, patches })
+        let axes = tokens.as_ref().filter(|_| has_axes(case)).map(|real: &Vec<bool>| real.repeat(3));
+        Ok(Self { tokens, axes, listed, patches })
     }
 
     fn of(&self, name: &str) -> Option<&[bool]> {
         match rows_of(name) {
             RowKind::Tokens => self.tokens.as_deref(),
+            RowKind::Positions => self.axes.as_deref(),
             RowKind::ListedTokens => self.listed.as_deref(),
             RowKind::Patches => self.patches.as_deref(),
             RowKind::Other => None,
         }
     }
+}
+
+/// Whether the positions of a case are `[3, B, S]`, one for each axis.
+fn has_axes(case: &Case) -> bool {
+    case.get("input.position_ids").is_some_and(|positions| positions.rank() == 3)
 }
 
 /// Compares every gradient of the reference: parameters under their names, the merged embeddings as `inputs_embeds`.

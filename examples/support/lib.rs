@@ -2,7 +2,7 @@
 //! on sharded sequences.
 //!
 //! A case file is a safetensors file of one input and of what another implementation computed from it. [`case`] reads
-//! it, [`model`] and [`attention`] compute the same tensors here, [`tolerance`] and [`compare`] judge them, [`report`]
+//! it, [`model`] (of the families in [`networks`]) and [`attention`] compute the same tensors here, [`tolerance`] and [`compare`] judge them, [`report`]
 //! prints the result. [`cli`] is the command line.
 //!
 //! [`finetune`] is the command line of the examples that train.
@@ -14,5 +14,6 @@ pub mod compare;
 pub mod finetune;
 pub mod masks;
 pub mod model;
+pub mod networks;
 pub mod report;
 pub mod tolerance;

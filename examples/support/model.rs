@@ -8,10 +8,11 @@ use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_cp::comm::threads;
 use candle_cp::{Communicator, CpContext, LayoutKind, LossOptions, Tokens, linear_cross_entropy};
-use candle_gemma4::{Config, Inputs, LayerKind, Model, Weights, vision_groups};
+use candle_gemma4::Weights;
 
 use crate::case::{Case, Rows, Tensors};
 use crate::masks;
+use crate::networks::{Family, Network, read_family};
 
 /// How a case is run.
 #[derive(Clone, Copy, Debug)]
@@ -34,7 +35,7 @@ pub struct Computed {
 
 /// A model folder in memory, f32 on the CPU.
 pub struct Checkpoint {
-    config: Config,
+    family: Arc<dyn Family>,
     weights: Weights,
 }
 
@@ -44,9 +45,8 @@ impl Checkpoint {
     /// # Errors
     /// Settings that the model does not support (field and value are named), files that are missing or do not fit.
     pub fn load(folder: &Path) -> Result<Self> {
-        let config = Config::from_folder(folder)?;
-        let weights = Weights::load(folder, &config, DType::F32, &Device::Cpu)?;
-        Ok(Self { config, weights })
+        let family = read_family(folder)?;
+        Ok(Self { weights: family.weights(folder)?, family })
     }
 
     /// Runs a case: `settings.ranks` threads each decode their slice, and every result is gathered again.
@@ -54,7 +54,7 @@ impl Checkpoint {
     /// # Errors
     /// Inputs that are malformed or do not fit the model; gradients asked for without `input.labels`.
     pub fn run(&self, case: &Case, settings: &Settings) -> Result<Computed> {
-        let batch = Batch::new(case, &self.config)?;
+        let batch = Batch::new(case, self.family.as_ref())?;
         if settings.gradients && batch.labels.is_none() {
             bail!("gradients are those of the mean loss, and the case has no input.labels; add them or leave --grads");
         }
@@ -65,7 +65,7 @@ impl Checkpoint {
         let first = ranks.into_iter().next().context("a run needs at least one rank")?;
         let mut computed = first.computed;
         computed.gradients.retain(|name, _| reached.contains(name));
-        computed.tensors.extend(batch.derived(case, &self.config)?);
+        computed.tensors.extend(batch.derived(case, self.family.as_ref())?);
         if let Some(selected) = logits_at_positions(case, &computed.tensors)? {
             computed.tensors.insert("out.logits_at_positions".into(), selected);
         }
@@ -73,66 +73,48 @@ impl Checkpoint {
     }
 }
 
-/// The inputs of a case in the types that the model takes.
-struct Batch {
-    inputs: Inputs,
+/// What of a case is the same for all families.
+struct Batch<'a> {
+    case: &'a Case,
     tokens: Tokens,
     labels: Option<Tensor>,
 }
 
-impl Batch {
-    fn new(case: &Case, config: &Config) -> Result<Self> {
+impl<'a> Batch<'a> {
+    fn new(case: &'a Case, family: &dyn Family) -> Result<Self> {
         let ids = case.ids()?;
-        let groups = ids.iter().map(|row| vision_groups(row, config)).collect();
+        let groups = ids.iter().map(|row| family.groups(row)).collect();
         let tokens = Tokens::new(case.documents()?, groups)?;
         let labels = match case.rows("input.labels")? {
             Some(labels) => Some(Tensor::new(labels, &Device::Cpu)?),
             None => None,
         };
-        let as_type = |name: &str, dtype| case.get(name).map(|x| x.to_dtype(dtype)).transpose();
-        let inputs = Inputs {
-            input_ids_bs: Tensor::new(ids, &Device::Cpu)?,
-            pixel_values: as_type("input.pixel_values", DType::F32)?,
-            image_position_ids: as_type("input.image_position_ids", DType::I64)?,
-            input_features: as_type("input.input_features", DType::F32)?,
-            input_features_mask: as_type("input.input_features_mask", DType::U8)?,
-        };
-        Ok(Self { inputs, tokens, labels })
+        Ok(Self { case, tokens, labels })
     }
 
     /// What the model derives from its inputs before it runs: image blocks, token types, document borders and the
     /// masks that the file has.
-    fn derived(&self, case: &Case, config: &Config) -> Result<Tensors> {
-        let mut derived = Tensors::new();
+    fn derived(&self, case: &Case, family: &dyn Family) -> Result<Tensors> {
+        let mut derived = family.derived(case)?;
         let mut put = |name: &str, rows: Rows| -> Result<()> {
             derived.insert(name.into(), Tensor::new(rows, &Device::Cpu)?);
             Ok(())
         };
         put("input.vision_group_ids", self.tokens.groups().to_vec())?;
-        let types = |row: &Vec<u32>| row.iter().map(|&id| token_type(id, config)).collect();
+        let types = |row: &Vec<u32>| row.iter().map(|&id| family.token_type(id)).collect();
         put("input.mm_token_type_ids", case.ids()?.iter().map(types).collect())?;
         if let [row] = self.tokens.documents() {
             let borders = document_borders(row);
             derived.insert("input.cu_seqlens".into(), Tensor::new(borders, &Device::Cpu)?);
         }
         let places = masks::coordinates(&self.tokens);
-        for kind in [LayerKind::Full, LayerKind::Sliding] {
-            let name = format!("mask.{}", kind.name());
+        for (kind, rule) in family.mask_rules() {
+            let name = format!("mask.{kind}");
             if case.get(&name).is_some() {
-                derived.insert(name, masks::dense(&config.text.mask_rule(kind), &places, &places)?);
+                derived.insert(name, masks::dense(&rule, &places, &places)?);
             }
         }
         Ok(derived)
-    }
-}
-
-/// 0 = text, 1 = image, 2 = video, 3 = audio.
-fn token_type(id: u32, config: &Config) -> i64 {
-    match id {
-        _ if id == config.image_token_id => 1,
-        _ if Some(id) == config.video_token_id => 2,
-        _ if Some(id) == config.audio_token_id => 3,
-        _ => 0,
     }
 }
 
@@ -153,30 +135,28 @@ struct RankResult {
 
 struct RankRun<'a> {
     checkpoint: &'a Checkpoint,
-    batch: &'a Batch,
+    batch: &'a Batch<'a>,
     settings: &'a Settings,
 }
 
 impl RankRun<'_> {
     fn run(&self, comm: Arc<dyn Communicator>) -> Result<RankResult> {
         let layout =
-            self.settings.layout.layout(&self.batch.tokens, comm.size(), &self.checkpoint.config.text.layer_work())?;
+            self.settings.layout.layout(&self.batch.tokens, comm.size(), &self.checkpoint.family.layer_work())?;
         let context = CpContext::new(comm, layout, self.batch.tokens.clone())?;
-        let model = Model::new(&self.checkpoint.config, &self.checkpoint.weights)?;
+        let model = self.checkpoint.family.network(&self.checkpoint.weights, self.batch.case)?;
 
         let (mut tensors, mut local) = (Tensors::new(), Tensors::new());
-        let embeds = model.embed(&self.batch.inputs, &mut tensors)?;
+        let embeds = model.embed(&mut tensors)?;
         // Candle keeps gradients of variables only, so zeros are added that receive the gradient of the embeddings.
         let probe = Var::zeros(embeds.shape(), embeds.dtype(), embeds.device())?;
         let embeds = (embeds + probe.as_tensor())?;
-        let hidden =
-            model.decode(&model.shard(&embeds, &self.batch.inputs.input_ids_bs, &context)?, &context, &mut local)?;
+        let hidden = model.decode(&embeds, &context, &mut local)?;
         local.insert("out.logits".into(), model.logits(&hidden.detach())?);
-        local.insert("input.position_ids".into(), context.positions(embeds.device())?);
 
         let (mut gradients, mut reached) = (Tensors::new(), Vec::new());
         if let Some(labels) = &self.batch.labels {
-            let loss = self.losses(&model, &context, &hidden, labels, &mut tensors, &mut local)?;
+            let loss = self.losses(model.as_ref(), &context, &hidden, labels, &mut tensors, &mut local)?;
             if self.settings.gradients {
                 (gradients, reached) = self.gradients(&context, &loss, &probe)?;
             }
@@ -193,7 +173,7 @@ impl RankRun<'_> {
     /// The local part of the mean loss; adds the results about the loss.
     fn losses(
         &self,
-        model: &Model,
+        model: &dyn Network,
         context: &CpContext,
         hidden: &Tensor,
         labels_bs: &Tensor,

@@ -83,6 +83,9 @@ pub fn of_attention_tensor(name: &str, dtype: DType, largest_score: f64) -> Opti
 pub enum RowKind {
     /// Tokens, `B·S` leading rows: padding is left out.
     Tokens,
+    /// Positions, `3·B·S` leading rows if they have three axes: padding is left out. Those with one axis are compared
+    /// everywhere.
+    Positions,
     /// Tokens named by `out.positions`: padding is left out.
     ListedTokens,
     /// Image patches, `images·patches` leading rows: padded patches are left out.
@@ -95,6 +98,7 @@ pub enum RowKind {
 pub fn rows_of(name: &str) -> RowKind {
     match name {
         "out.loss_sum" | "out.num_valid" | "out.loss_mean" | "out.positions" => RowKind::Other,
+        "input.position_ids" => RowKind::Positions,
         "out.logits_at_positions" => RowKind::ListedTokens,
         "vision.patch_embed" => RowKind::Patches,
         _ if name.starts_with("vision.layer.") => RowKind::Patches,

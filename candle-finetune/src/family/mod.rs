@@ -15,6 +15,7 @@ use candle_cp::{CpContext, LayerWork, ShardedLabels};
 use candle_cp_layers::{CONFIG_FILE, ModelConfig, Placeholders, Recompute, Weights};
 use candle_vlm_processor::ImageSettings;
 
+use crate::device::ComputeDevice;
 use crate::error::{Error, Result};
 use crate::packing::Batch;
 
@@ -150,6 +151,16 @@ pub trait VlmConfig: ModelConfig + Debug + Send + Sync {
     /// # Errors
     /// The reason, such as "is 640 x 32 pixels after resizing, which ...".
     fn check_picture(&self, size: (usize, usize)) -> std::result::Result<(), String>;
+
+    /// Fails, with the reason, if the model cannot be trained on this device.
+    ///
+    /// # Errors
+    /// The reason, such as "has no kernels for ...".
+    fn check_device(&self, device: ComputeDevice) -> std::result::Result<(), String> {
+        // A model made of Candle's and candle-cp's operations runs wherever they do.
+        let _ = device;
+        Ok(())
+    }
 
     /// The model of these weights.
     ///

@@ -10,6 +10,7 @@ use candle_qwen3_5::{Config, Inputs, Model};
 use candle_vlm_processor::{ImagePatches, ImageSettings, Qwen3_5ImageSettings};
 
 use super::{TokenIds, Turns, VlmConfig, VlmModel};
+use crate::device::ComputeDevice;
 use crate::encoder::or_missing;
 use crate::error::{Error, Result};
 use crate::packing::Batch;
@@ -61,6 +62,15 @@ impl VlmConfig for Config {
     /// The grid of positions is interpolated to any shape.
     fn check_picture(&self, _: (usize, usize)) -> std::result::Result<(), String> {
         Ok(())
+    }
+
+    fn check_device(&self, device: ComputeDevice) -> std::result::Result<(), String> {
+        match device {
+            ComputeDevice::Cpu => Ok(()),
+            ComputeDevice::Cuda(_) => {
+                Err("the gated delta rule and the causal convolution of Qwen 3.5 have no CUDA kernels yet".to_string())
+            }
+        }
     }
 
     fn model(&self, weights: &Weights) -> Result<Box<dyn VlmModel>> {
