@@ -16,11 +16,15 @@ const DATA: &str = r#"{"text": "Tides rise."}
 "#;
 
 fn setup() -> (TempDir, Config) {
+    setup_of("gemma4-dense", DATA)
+}
+
+fn setup_of(family: &str, text: &str) -> (TempDir, Config) {
     let dir = tempfile::tempdir().unwrap();
     image::RgbImage::from_pixel(24, 12, image::Rgb([51, 0, 255])).save(dir.path().join("ok.png")).unwrap();
     let data = dir.path().join("data.jsonl");
-    fs::write(&data, DATA).unwrap();
-    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/gemma4-dense/checkpoint");
+    fs::write(&data, text).unwrap();
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../fixtures/{family}/checkpoint"));
     let config = Config { model: Some(model), data: Some(data), seq_len: 90, ..Config::default() };
     (dir, config)
 }
@@ -97,6 +101,24 @@ fn what_is_learned_is_coloured_or_bracketed() {
     let escape = show(Some(6), true);
     assert_eq!(escape.matches('\u{1b}').count(), 4, "only the marks: {escape:?}");
     assert!(escape.contains("Tides \\u{1b}[31mfall."), "{escape}");
+}
+
+/// The picture is 64 x 32 pixels after resizing; the turn's last line break and the role are not learned.
+#[test]
+fn qwen_chats_are_told_with_their_own_words() {
+    let data = r#"{"messages": [{"role": "user", "content": [{"type": "image", "image": "ok.png"}, {"type": "text", "text": "Tall?"}]}, {"role": "assistant", "content": "No."}]}
+{"text": "Tides rise."}
+"#;
+    let (_dir, config) = setup_of("qwen3_5-dense", data);
+    let chat = sample(&config, Inspection { line: Some(1), color: false });
+    assert_eq!(
+        chat,
+        "line 1: 65 tokens; 4 [[learned]]\n<|im_start|>user\n<|vision_start|><picture 18 tokens><|vision_end|>Tall?<|im_end|>\n\
+         <|im_start|>assistant\n[[No.<|im_end|>]]\n\n"
+    );
+    // The first token has nothing to be told from.
+    let text = sample(&config, Inspection { line: Some(2), color: false });
+    assert_eq!(text, "line 2: 10 tokens; 9 [[learned]]\nT[[ides rise.<|im_end|>]]\n");
 }
 
 #[test]

@@ -3,19 +3,21 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use candle_finetune::family::Family;
 use candle_finetune::jsonl::Lines;
 use candle_finetune::{Encoder, Error, Part, Result};
-use candle_gemma4::Config;
 
-fn checkpoint() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/gemma4-dense/checkpoint")
+fn checkpoint(family: Family) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../fixtures/{family}-dense/checkpoint"))
 }
 
-/// The checkpoint's folder with another template, if there is one.
-fn folder(template: Option<&str>) -> tempfile::TempDir {
+/// The family's checkpoint without weights, with another template, if there is one.
+fn folder(family: Family, template: Option<&str>) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
-    for name in ["tokenizer.json", "tokenizer_config.json", "processor_config.json", "chat_template.jinja"] {
-        fs::copy(checkpoint().join(name), dir.path().join(name)).unwrap();
+    for entry in checkpoint(family).read_dir().unwrap().map(|entry| entry.unwrap().path()) {
+        if entry.extension().is_none_or(|extension| extension != "safetensors") {
+            fs::copy(&entry, dir.path().join(entry.file_name().unwrap())).unwrap();
+        }
     }
     if let Some(template) = template {
         fs::write(dir.path().join("chat_template.jinja"), template).unwrap();
@@ -28,10 +30,7 @@ fn folder(template: Option<&str>) -> tempfile::TempDir {
 fn read(folder: &Path, lines: &[&str]) -> Result<Lines> {
     let path = folder.join("data.jsonl");
     fs::write(&path, lines.join("\n")).unwrap();
-    Lines::read(
-        &path,
-        Encoder::from_folder(folder, std::sync::Arc::new(Config::from_folder(&checkpoint()).unwrap())).unwrap(),
-    )
+    Lines::read(&path, Encoder::from_folder(folder, Family::read(folder).unwrap()).unwrap())
 }
 
 /// The supervised stretches of each line's tokens, decoded one by one.
@@ -95,17 +94,56 @@ const LINES: [(&str, &[&str]); 13] = [
     (r#"{"text": "A text.\n"}"#, &["A text.\n<eos>"]),
 ];
 
+const QWEN_LINES: [(&str, &[&str]); 9] = [
+    (
+        r#"{"messages": [{"role": "user", "content": "Sky?"}, {"role": "assistant", "content": "Blue."}, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]}"#,
+        &["Blue.<|im_end|>", "Yes.<|im_end|>"],
+    ),
+    (
+        r#"{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sky?"}, {"role": "assistant", "content": ""}]}"#,
+        &["<|im_end|>"],
+    ),
+    (
+        r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": [{"type": "image", "image": "ok.png"}, {"type": "text", "text": "Wide?"}]}, {"role": "assistant", "content": "Wide."}]}"#,
+        &["Yes?<|im_end|>", "Wide.<|im_end|>"],
+    ),
+    (
+        r#"{"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}, {"role": "assistant", "content": "Two."}], "images": ["ok.png", "ok.png"]}"#,
+        &["Two.<|im_end|>"],
+    ),
+    // Neither a picture in an answer nor the tokens around it are the model's writing.
+    (
+        r#"{"messages": [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": [{"type": "text", "text": "See"}, {"type": "image", "path": "ok.png"}, {"type": "text", "text": "there"}]}]}"#,
+        &["See", "there<|im_end|>"],
+    ),
+    (
+        r#"{"messages": [{"role": "user", "content": "assistant\n"}, {"role": "assistant", "content": " assistant\nOù ? 🌊 \n"}]}"#,
+        &["assistant\nOù ? 🌊<|im_end|>"],
+    ),
+    (r#"{"prompt": "Sky?", "completion": " Blue.\n"}"#, &["Blue.<|im_end|>"]),
+    (
+        r#"{"prompt": "<|vision_start|><|image_pad|><|vision_end|>Wide?", "completion": "Wide.", "images": ["ok.png"]}"#,
+        &["Wide.<|im_end|>"],
+    ),
+    (r#"{"text": "A text.\n"}"#, &["A text.\n<|im_end|>"]),
+];
+
 #[test]
 fn answers_and_their_ends_are_supervised_and_nothing_else() {
-    let folder = folder(None);
-    let lines = read(folder.path(), &LINES.map(|(line, _)| line)).unwrap();
-    assert_eq!(supervised(&lines), LINES.map(|(_, expected)| expected));
+    check(Family::Gemma4, &LINES);
+    check(Family::Qwen3_5, &QWEN_LINES);
+}
+
+fn check(family: Family, all: &[(&str, &[&str])]) {
+    let folder = folder(family, None);
+    let lines = read(folder.path(), &all.iter().map(|(line, _)| *line).collect::<Vec<_>>()).unwrap();
+    assert_eq!(supervised(&lines), all.iter().map(|(_, expected)| *expected).collect::<Vec<_>>());
     let ends = |index| {
         let tokens = lines.sample(index).unwrap().tokens;
         let ends = tokens.iter().filter(|token| token.learned == Some(Part::End));
         ends.map(|token| lines.encoder().tokenizer().token(token.id).unwrap()).collect::<Vec<_>>()
     };
-    for (index, (line, expected)) in LINES.iter().enumerate() {
+    for (index, (line, expected)) in all.iter().enumerate() {
         let expected: Vec<_> = expected.iter().filter_map(|text| text.find('<').map(|at| &text[at..])).collect();
         assert_eq!(ends(index), expected, "{line}");
     }
@@ -117,7 +155,7 @@ fn what_a_template_cannot_take_is_told_in_its_words_with_the_line() {
         {{ raise_exception('System role not supported') }}{% endif %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
         {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}<|turn>\
         {{ m.role }}\n{{ m.content }}<turn|>\n{% endfor %}";
-    let folder = folder(Some(strict));
+    let folder = folder(Family::Gemma4, Some(strict));
     let [turns, system, tool, .., in_a_row, open, _, pair, _, _] = LINES.map(|(line, _)| line);
     let Error::Data { faults, lines: 6, .. } =
         read(folder.path(), &[turns, system, tool, in_a_row, open, pair]).unwrap_err()

@@ -6,6 +6,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::safetensors;
+use candle_finetune::family::Family;
 use candle_finetune::{
     Config, Control, METRICS_FILE, StepReport, Summary, resume, resumed_settings, run, run_controlled,
 };
@@ -14,17 +15,21 @@ use tempfile::TempDir;
 const STEPS: usize = 15;
 const STOP_AFTER: usize = 7;
 
-fn checkpoint() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/gemma4-dense/checkpoint")
+fn checkpoint(family: Family) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../fixtures/{family}-dense/checkpoint"))
 }
 
 /// Ten samples of different lengths, two of them with a picture.
-fn data(dir: &Path) -> PathBuf {
+fn data(family: Family, dir: &Path) -> PathBuf {
+    let image = match family {
+        Family::Gemma4 => "<|image|>",
+        Family::Qwen3_5 => "<|vision_start|><|image_pad|><|vision_end|>",
+    };
     let square = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/imaging/square.png");
     std::fs::copy(square, dir.join("square.png")).unwrap();
     let line = |i: usize| match i {
         3 | 8 => format!(
-            "{{\"prompt\": \"<|image|> What is number {i}?\", \"completion\": \"A square.\", \"images\": [\"square.png\"]}}\n"
+            "{{\"prompt\": \"{image} What is number {i}?\", \"completion\": \"A square.\", \"images\": [\"square.png\"]}}\n"
         ),
         i => format!("{{\"prompt\": \"{}\", \"completion\": \"Say {i}.\"}}\n", "and so on ".repeat(i % 4)),
     };
@@ -33,12 +38,12 @@ fn data(dir: &Path) -> PathBuf {
     path
 }
 
-fn config(dir: &TempDir, name: &str, changes: &[(&str, &str)]) -> Config {
+fn config(family: Family, dir: &TempDir, name: &str, changes: &[(&str, &str)]) -> Config {
     let mut config = Config {
         cp: 1,
         steps: Some(STEPS),
-        model: Some(checkpoint()),
-        data: Some(data(dir.path())),
+        model: Some(checkpoint(family)),
+        data: Some(data(family, dir.path())),
         out: dir.path().join(name),
         batch_rows: 1,
         accumulate: 2,
@@ -101,13 +106,13 @@ fn bits(path: &Path) -> BTreeMap<String, Vec<u8>> {
     tensors.iter().map(|(name, tensor)| (name.clone(), bytes(tensor))).collect()
 }
 
-fn same_run(changes: &[(&str, &str)], weights: &str) {
+fn same_run_of(family: Family, changes: &[(&str, &str)], weights: &str) {
     let dir = tempfile::tempdir().unwrap();
-    let whole = config(&dir, "whole", changes);
+    let whole = config(family, &dir, "whole", changes);
     let expected = run(&whole, &|_, _| Ok(())).unwrap();
     assert_eq!((expected.steps, expected.stopped), (STEPS, false));
 
-    let broken = config(&dir, "broken", changes);
+    let broken = config(family, &dir, "broken", changes);
     let first = stopped(&broken);
     assert_eq!((first.steps, first.stopped), (STOP_AFTER, true), "{changes:?}");
     assert!(!broken.out.join(weights).exists(), "a run that was stopped has no result");
@@ -120,6 +125,18 @@ fn same_run(changes: &[(&str, &str)], weights: &str) {
     assert_eq!(metrics(&broken), metrics(&whole), "{changes:?}");
     assert_eq!(bits(&broken.out.join(weights)), bits(&whole.out.join(weights)), "{changes:?}");
     assert_eq!((summary.loss, summary.steps, summary.best_val_loss), (expected.loss, STEPS, expected.best_val_loss));
+}
+
+fn same_run(changes: &[(&str, &str)], weights: &str) {
+    same_run_of(Family::Gemma4, changes, weights);
+}
+
+#[test]
+fn qwen_on_two_ranks_and_its_adapters() {
+    let cp = ("--cp", "2");
+    same_run_of(Family::Qwen3_5, &[cp], "checkpoint/model.safetensors");
+    let lora = [("--lora-rank", "4"), ("--lora-parts", "text,vision"), ("--lora-dropout", "0.1"), cp];
+    same_run_of(Family::Qwen3_5, &lora, "adapter/adapter_model.safetensors");
 }
 
 #[test]
@@ -146,11 +163,11 @@ fn adapters_on_one_and_two_ranks() {
 #[test]
 fn another_number_of_ranks_goes_on_with_the_same_data_and_losses() {
     let dir = tempfile::tempdir().unwrap();
-    let whole = config(&dir, "whole", &[]);
+    let whole = config(Family::Gemma4, &dir, "whole", &[]);
     run(&whole, &|_, _| Ok(())).unwrap();
     let expected = metrics(&whole);
     for cp in [2, 4] {
-        let broken = config(&dir, &format!("broken-{cp}"), &[]);
+        let broken = config(Family::Gemma4, &dir, &format!("broken-{cp}"), &[]);
         stopped(&broken);
         let settings = Config { cp, ..resumed_settings(&broken.out).unwrap() };
         go_on(&settings);
@@ -168,7 +185,7 @@ fn another_number_of_ranks_goes_on_with_the_same_data_and_losses() {
 #[test]
 fn a_resumed_run_says_what_it_cannot_do() {
     let dir = tempfile::tempdir().unwrap();
-    let config = config(&dir, "out", &[]);
+    let config = config(Family::Gemma4, &dir, "out", &[]);
     let error = resumed_settings(&config.out).unwrap_err();
     let text = error.to_string();
     assert!(

@@ -5,9 +5,11 @@ use std::io::{BufRead, BufReader, Read};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor, Var};
+use candle_finetune::family::{Family, VlmConfig};
 use candle_finetune::saves::{CHECKPOINTS_FOLDER, Latest, OPTIMIZER_FILE, Save, Saves, State, replace};
 use candle_finetune::{AdamW, AdamWConfig, Error, Gradients, Position, Result, small_model};
 use candle_gemma4::Weights;
@@ -26,15 +28,15 @@ const SETTINGS: AdamWConfig = AdamWConfig { beta1: 0.0, beta2: 0.0, eps: 0.0, we
 
 /// A run all of whose numbers tell the step: weights are the step, the gradients' means too, their squares its square.
 struct Run {
-    model: candle_gemma4::Config,
+    model: Arc<dyn VlmConfig>,
     weights: Weights,
     optimizer: AdamW,
 }
 
 impl Run {
     fn new() -> Self {
-        let model = small_model::config().unwrap();
-        let weights = Weights::random(&model, DType::F32, &Device::Cpu, 0).unwrap();
+        let model = small_model::config(Family::Gemma4).unwrap();
+        let weights = Weights::random(model.as_ref(), DType::F32, &Device::Cpu, 0).unwrap();
         for var in weights.variables().values() {
             var.set(&var.zeros_like().unwrap()).unwrap();
         }
@@ -43,8 +45,8 @@ impl Run {
     }
 
     fn resume(save: &Save) -> Self {
-        let model = candle_gemma4::Config::from_folder(&save.folder).unwrap();
-        let weights = Weights::load(&save.folder, &model, DType::F32, &Device::Cpu).unwrap();
+        let model = Family::read(&save.folder).unwrap();
+        let weights = Weights::load(&save.folder, model.as_ref(), DType::F32, &Device::Cpu).unwrap();
         let optimizer = AdamW::load(weights.variables(), SETTINGS, &save.optimizer()).unwrap();
         Self { model, weights, optimizer }
     }
@@ -74,13 +76,13 @@ impl Run {
 
     fn save(&self, saves: &Saves) -> Result<PathBuf> {
         saves.save(&self.state(), |folder| {
-            self.weights.save(folder, &self.model)?;
+            self.weights.save(folder, self.model.as_ref())?;
             self.optimizer.save(&folder.join(OPTIMIZER_FILE))
         })
     }
 
     fn save_model(&self, folder: &Path) -> Result<()> {
-        replace(folder, |folder| Ok(self.weights.save(folder, &self.model)?))
+        replace(folder, |folder| Ok(self.weights.save(folder, self.model.as_ref())?))
     }
 
     /// Everything is of this step, and nothing of another.
@@ -189,8 +191,8 @@ fn check_model(folder: &Path, last: usize) {
         assert!(last <= 1);
         return;
     }
-    let model = candle_gemma4::Config::from_folder(folder).unwrap();
-    let weights = Weights::load(folder, &model, DType::F32, &Device::Cpu).unwrap();
+    let model = Family::read(folder).unwrap();
+    let weights = Weights::load(folder, model.as_ref(), DType::F32, &Device::Cpu).unwrap();
     let mut numbers = Vec::new();
     for var in weights.variables().values() {
         numbers.extend(var.flatten_all().unwrap().to_vec1::<f32>().unwrap());
