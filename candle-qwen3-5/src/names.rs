@@ -51,7 +51,10 @@ impl ModelConfig for Config {
 pub fn tensors(config: &Config) -> Vec<TensorSpec> {
     let text = &config.text;
     let mut table = Table::new(text.initializer_range);
-    table.matrix(embed_tokens(config), &[text.vocab_size, text.hidden_size]);
+    // A look-up sums one row; as the head's matrix, where they are tied, it sums over the width.
+    let fan_in = if config.tie_word_embeddings { text.hidden_size } else { 1 };
+    let role = Role::Matrix { fan_in, range: table.range };
+    table.push(embed_tokens(config), &[text.vocab_size, text.hidden_size], role);
     if !config.tie_word_embeddings {
         table.matrix(LM_HEAD, &[text.vocab_size, text.hidden_size]);
     }

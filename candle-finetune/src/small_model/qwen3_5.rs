@@ -20,8 +20,9 @@ pub(super) const VOCABULARY: Vocabulary = Vocabulary {
     unknown: "<|endoftext|>",
 };
 
-/// Three layers with a state and one with attention, as released; rope over three axes and half of the head; a head of
-/// its own; a tower that merges four patches.
+/// Layers with a state and layers with attention by turns (released models have three of the first for one of the second;
+/// repeating what stands far back takes two of the second); rope over three axes and half of the head; a head of its own;
+/// a tower that merges four patches.
 pub(super) fn config() -> Value {
     json!({
         "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -46,7 +47,7 @@ fn text_config() -> Value {
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
