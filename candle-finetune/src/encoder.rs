@@ -1,5 +1,6 @@
 //! From chats and texts to samples, with what a checkpoint folder has for that.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -137,6 +138,15 @@ impl Encoder {
     /// The text that stands for a picture; `None` if there are no pictures.
     pub(crate) fn image_token(&self) -> Option<&str> {
         self.processor().ok().map(AnyProcessor::image_token)
+    }
+
+    /// A prompt without the tokens around the placeholders of pictures: processor or template write them again.
+    pub(crate) fn bare_pictures<'a>(&self, prompt: &'a str) -> Cow<'a, str> {
+        let (open, close) = self.config.around_picture();
+        match (self.tokenizer().token(open), self.image_token(), self.tokenizer().token(close)) {
+            (Some(open), Some(image), Some(close)) => prompt.replace(&format!("{open}{image}{close}"), image).into(),
+            _ => prompt.into(),
+        }
     }
 
     fn check_image_token(&self) -> Result<()> {

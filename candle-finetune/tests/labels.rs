@@ -150,6 +150,20 @@ fn check(family: Family, all: &[(&str, &[&str])]) {
 }
 
 #[test]
+fn tokens_around_the_placeholder_of_a_prompt_are_not_written_twice() {
+    for (family, bare, around) in [
+        (Family::Gemma4, "<|image|>", "<|image><|image|><image|>"),
+        (Family::Qwen3_5, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"),
+    ] {
+        let line = |image| format!(r#"{{"prompt": "See {image}!", "completion": "Yes.", "images": ["ok.png"]}}"#);
+        let folder = folder(family, None);
+        let lines = read(folder.path(), &[&line(bare), &line(around)]).unwrap();
+        let tokens = |index| lines.sample(index).unwrap().tokens;
+        assert_eq!(tokens(0), tokens(1), "{family}");
+    }
+}
+
+#[test]
 fn pictures_without_a_token_between_them_are_refused() {
     let bare = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}\
         {% for item in m.content %}{% if item.type == 'image' %}<|image_pad|>{% else %}{{ item.text }}{% endif %}\
