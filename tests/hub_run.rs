@@ -10,9 +10,10 @@ use candle_cp::comm::Local;
 use candle_cp::{CpContext, LayoutKind};
 use candle_cp_examples::case::{Tensors, read_tensors, write_tensors};
 use candle_cp_examples::cli::{Arguments, explain};
+use candle_finetune::family::{Family, VlmConfig};
 use candle_finetune::hub::{HubOptions, PullEvent};
 use candle_finetune::{Batch, CHECKPOINT_FOLDER, Config, Job, LoraSettings, METRICS_FILE, Trained, run, train};
-use candle_gemma4::{Config as ModelConfig, Model, Weights};
+use candle_gemma4::{Recompute, Weights};
 use clap::Parser;
 use tempfile::TempDir;
 
@@ -34,9 +35,9 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(name)
 }
 
-/// A Hub that has the dense model.
-fn hub() -> FakeHub {
-    let entries = fixture("gemma4-dense/checkpoint").read_dir().unwrap().map(|entry| entry.unwrap().path());
+/// A Hub that has the dense model of a family.
+fn hub(family: Family) -> FakeHub {
+    let entries = fixture(&format!("{family}-dense/checkpoint")).read_dir().unwrap().map(|entry| entry.unwrap().path());
     let files: Vec<(String, Vec<u8>)> = entries
         .map(|path| (path.file_name().unwrap().to_str().unwrap().to_string(), std::fs::read(path).unwrap()))
         .collect();
@@ -70,29 +71,44 @@ fn named() -> (TempDir, Config) {
 }
 
 /// What a model in memory computes from a batch in plain forward passes on one rank, as a case file.
-fn golden(model: &ModelConfig, weights: &Weights, batch: &Batch) -> candle_finetune::Result<Tensors> {
+fn golden(family: Family, model: &dyn VlmConfig, weights: &Weights, batch: &Batch) -> candle_finetune::Result<Tensors> {
     let (cpu, tokens) = (Device::Cpu, batch.tokens()?);
-    let layout = LayoutKind::Contiguous.layout(&tokens, 1, &model.text.layer_work())?;
+    let layout = LayoutKind::Contiguous.layout(&tokens, 1, &model.layer_work())?;
     let context = CpContext::new(Arc::new(Local::new()), layout, tokens)?;
-    let inputs = candle_finetune::family::gemma4::inputs(batch, DType::F32, &cpu)?;
-    let network = Model::new(model, weights)?;
-    let local = network.shard(&network.embed(&inputs, &mut ())?, &inputs.input_ids_bs, &context)?;
-    let hidden_bsh = network.decode(&local, &context, &mut ())?;
+    let network = model.model(weights)?;
+    let hidden_bsh = network.hidden(batch, &context, &Recompute::off(), DType::F32, &cpu)?;
+    let ids: Vec<Vec<i64>> = batch.ids.iter().map(|row| row.iter().map(|&id| i64::from(id)).collect()).collect();
     let labels = context.shard_labels(&batch.labels_bs(&cpu)?)?;
     let real: Vec<Vec<i64>> =
         batch.documents.iter().map(|row| row.iter().map(|&id| i64::from(id >= 0)).collect()).collect();
     let tensors = [
-        ("input.input_ids", inputs.input_ids_bs.to_dtype(DType::I64)?),
+        ("input.input_ids", Tensor::new(ids, &cpu)?),
         ("input.labels", batch.labels_bs(&cpu)?),
         ("input.attention_mask", Tensor::new(real, &cpu)?),
         ("input.doc_ids", Tensor::new(batch.documents.clone(), &cpu)?),
-        ("input.pixel_values", inputs.pixel_values.expect("the chats have a picture")),
-        ("input.image_position_ids", inputs.image_position_ids.expect("the chats have a picture")),
         ("out.logits", network.logits(&hidden_bsh)?),
         ("out.loss_mean", network.loss(&hidden_bsh, &labels)?.reshape(1)?),
         ("out.num_valid", Tensor::new(&[labels.count as i64], &cpu)?),
     ];
-    Ok(tensors.map(|(name, tensor)| (name.to_string(), tensor.detach())).into())
+    let named = tensors.into_iter().chain(picture(family, batch)?);
+    Ok(named.map(|(name, tensor)| (name.to_string(), tensor.detach())).collect())
+}
+
+/// The only picture of a batch, as the family's case files have it.
+fn picture(family: Family, batch: &Batch) -> candle_finetune::Result<[(&'static str, Tensor); 2]> {
+    let [picture] = batch.pictures.as_slice() else { panic!("{} pictures", batch.pictures.len()) };
+    let (patches, cpu) = (picture.patches, &Device::Cpu);
+    let pixels = Tensor::new(picture.pixels.as_slice(), cpu)?.reshape((patches, picture.patch_dim))?;
+    Ok(match family {
+        Family::Gemma4 => [
+            ("input.pixel_values", pixels.unsqueeze(0)?),
+            ("input.image_position_ids", Tensor::from_vec(picture.positions.concat(), (1, patches, 2), cpu)?),
+        ],
+        Family::Qwen3_5 => [
+            ("input.pixel_values", pixels),
+            ("input.image_grid_thw", Tensor::new(&[picture.grid_thw.map(|side| side as i64)], cpu)?),
+        ],
+    })
 }
 
 /// Runs the tool's command line on a folder; whether all is within tolerance, and what it printed.
@@ -104,8 +120,8 @@ fn parity(folder: &Path, case: &Path, cp: usize) -> (bool, String) {
 }
 
 /// Pulls, trains and saves by one call; then trains again and keeps the weights, which the first call does not give.
-fn pulled_and_trained(dir: &TempDir, config: &mut Config) -> (Trained, PathBuf) {
-    let hub = hub();
+fn pulled_and_trained(family: Family, dir: &TempDir, config: &mut Config) -> (Trained, PathBuf) {
+    let hub = hub(family);
     hub.repository().bodies = [Body::Cut(CUT)].into();
     let mut resumed = Vec::new();
     let mut watch = |event: &PullEvent| {
@@ -131,13 +147,12 @@ fn pulled_and_trained(dir: &TempDir, config: &mut Config) -> (Trained, PathBuf) 
 }
 
 /// The saved folder gives what the weights in memory give, and the folder that training began from does not.
-fn check_saved(dir: &TempDir, config: &Config, trained: &Trained, pulled: &Path) -> PathBuf {
+fn check_saved(family: Family, dir: &TempDir, config: &Config, trained: &Trained, pulled: &Path) -> PathBuf {
     let job = Job::prepare(config).unwrap();
     let batch = job.training(config).next_training_batch().unwrap();
     assert_eq!((batch.pictures.len(), batch.documents[0].iter().max()), (1, Some(&2)));
     let case = dir.path().join("case.safetensors");
-    let model = ModelConfig::from_json(&job.model.to_json()).unwrap();
-    write_tensors(&case, &golden(&model, &trained.weights, &batch).unwrap()).unwrap();
+    write_tensors(&case, &golden(family, job.model.as_ref(), &trained.weights, &batch).unwrap()).unwrap();
     let saved = config.out.join(CHECKPOINT_FOLDER);
     for cp in [1, 2] {
         let (passed, table) = parity(&saved, &case, cp);
@@ -154,8 +169,8 @@ fn check_saved(dir: &TempDir, config: &Config, trained: &Trained, pulled: &Path)
 #[test]
 fn a_name_on_the_hub_becomes_a_folder_that_gives_what_training_ended_with() {
     let (dir, mut config) = named();
-    let (trained, pulled) = pulled_and_trained(&dir, &mut config);
-    let case = check_saved(&dir, &config, &trained, &pulled);
+    let (trained, pulled) = pulled_and_trained(Family::Gemma4, &dir, &mut config);
+    let case = check_saved(Family::Gemma4, &dir, &config, &trained, &pulled);
 
     // Every tensor of the folder counts.
     let changed = dir.path().join("changed");
@@ -170,6 +185,16 @@ fn a_name_on_the_hub_becomes_a_folder_that_gives_what_training_ended_with() {
         write_tensors(&changed.join("model.safetensors"), &wrong).unwrap();
         let (passed, table) = parity(&changed, &case, 2);
         assert!(!passed, "{name} was changed and nothing was noticed\n{table}");
+    }
+}
+
+#[test]
+fn a_qwen_from_the_hub_is_trained_and_saved_with_or_without_adapters() {
+    for rank in [None, Some(4)] {
+        let (dir, mut config) = named();
+        config.lora = LoraSettings { rank, merge: rank.is_some(), ..config.lora };
+        let (trained, pulled) = pulled_and_trained(Family::Qwen3_5, &dir, &mut config);
+        check_saved(Family::Qwen3_5, &dir, &config, &trained, &pulled);
     }
 }
 
@@ -193,15 +218,15 @@ fn merged_adapters_give_what_the_model_with_adapters_gives() {
     for dropout in [0.0, 0.1] {
         let (dir, mut config) = named();
         config.lora = LoraSettings { rank: Some(4), alpha: Some(8.0), dropout, merge: true, ..config.lora };
-        let (trained, pulled) = pulled_and_trained(&dir, &mut config);
+        let (trained, pulled) = pulled_and_trained(Family::Gemma4, &dir, &mut config);
         assert!(trained.weights.lora().is_some());
-        check_saved(&dir, &config, &trained, &pulled);
+        check_saved(Family::Gemma4, &dir, &config, &trained, &pulled);
     }
 }
 
 #[test]
 fn what_is_wrong_is_told_before_anything_is_pulled() {
-    let (hub, (dir, named)) = (hub(), named());
+    let (hub, (dir, named)) = (hub(Family::Gemma4), named());
     let options = options(&hub, &dir);
     let error = Config { steps: Some(0), ..named.clone() }.resolve(&options, &mut |_| ()).unwrap_err();
     assert!(error.to_string().starts_with("--steps \"0\"") && hub.take_log().is_empty(), "{error}");
