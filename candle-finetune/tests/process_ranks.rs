@@ -130,7 +130,7 @@ fn a_stopped_run_goes_on_with_all_processes() {
             _ => None,
         };
         let launch = Launch::from_vars(place).unwrap();
-        let config = layered_settings(None, &[("--out", &out)], true, &launch).unwrap();
+        let config = layered_settings(Config::default(), None, &[("--out", &out)], true, &launch).unwrap();
         assert_eq!((config.steps, config.seq_len), (Some(STEPS), 64));
         resume_on(&config, &Control { observer: &|_, _| Ok(()), stop: &AtomicBool::new(false) }, ranks).unwrap()
     });
