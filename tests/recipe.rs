@@ -1,11 +1,13 @@
 //! The recipe on a checkpoint of every family: from a chat file with a picture to a folder that loads again.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use candle_core::Tensor;
 use candle_finetune::{CHECKPOINT_FOLDER, Config, Job, METRICS_FILE, Watcher, run, train, train_watched};
 use candle_gemma4::Weights;
+use safetensors::{Dtype, SafeTensors};
 use tempfile::TempDir;
 
 const FAMILIES: [&str; 6] =
@@ -100,6 +102,33 @@ fn every_family_trains_on_chats_and_pictures_and_loads_again() {
         assert_eq!(again_job.training(&again).next_training_batch().unwrap(), batch, "{family}");
         let third = train(&again_job, &again, &|_, _| Ok(())).unwrap().reports[0].loss;
         assert!(third < two.reports[1].loss, "{family}: {third} after {:?}", two.reports);
+    }
+}
+
+/// Type, shape and bytes of the tensors that the model does not read.
+fn unread(folder: &Path) -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
+    let bytes = std::fs::read(folder.join("model.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let unread = tensors.iter().filter(|(name, _)| name.starts_with("mtp."));
+    unread.map(|(name, x)| (name.to_string(), (x.dtype(), x.shape().to_vec(), x.data().to_vec()))).collect()
+}
+
+#[test]
+fn tensors_that_are_not_read_are_saved_byte_for_byte() {
+    for family in ["qwen3_5-dense", "qwen3_5-moe"] {
+        let dir = folder(family);
+        let original = unread(&dir.path().join("model"));
+        assert_eq!(original.len(), 4);
+        for (name, changes) in [
+            ("f32", &[][..]),
+            ("bf16", &[("--dtype", "bf16")]),
+            ("merged", &[("--lora-rank", "2"), ("--lora-merge", "true")]),
+        ] {
+            let mut config = Config { steps: Some(1), out: dir.path().join(name), ..config(&dir) };
+            changes.iter().for_each(|(flag, value)| config.set(flag, value).unwrap());
+            run(&config, &|_, _| Ok(())).unwrap();
+            assert!(unread(&config.out.join(CHECKPOINT_FOLDER)) == original, "{family}, {name}");
+        }
     }
 }
 

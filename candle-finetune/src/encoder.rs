@@ -1,5 +1,6 @@
 //! From chats and texts to samples, with what a checkpoint folder has for that.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -139,6 +140,15 @@ impl Encoder {
         self.processor().ok().map(AnyProcessor::image_token)
     }
 
+    /// A prompt without the tokens around the placeholders of pictures: processor or template write them again.
+    pub(crate) fn bare_pictures<'a>(&self, prompt: &'a str) -> Cow<'a, str> {
+        let (open, close) = self.config.around_picture();
+        match (self.tokenizer().token(open), self.image_token(), self.tokenizer().token(close)) {
+            (Some(open), Some(image), Some(close)) => prompt.replace(&format!("{open}{image}{close}"), image).into(),
+            _ => prompt.into(),
+        }
+    }
+
     fn check_image_token(&self) -> Result<()> {
         let Reads::Pictures(processor) = &self.reads else { return Ok(()) };
         let expected = self.config.placeholders().image;
@@ -193,7 +203,12 @@ impl Encoder {
         let placeholders = self.config.placeholders();
         let image = placeholders.image.filter(|_| self.image_token().is_none());
         self.refuse(&encoded.ids, Placeholders { image, ..placeholders })?;
-        let blocks: Vec<_> = (0..encoded.expansions.len()).map(|picture| encoded.tokens_of_picture(picture)).collect();
+        let blocks: Vec<_> = (0..encoded.expansions.len())
+            .map(|picture| {
+                with_neighbours(&encoded.ids, encoded.tokens_of_picture(picture), self.config.around_picture())
+            })
+            .collect();
+        self.refuse_touching(&encoded.ids, &blocks)?;
         let tokens = self.learned(encoder, chat, &inputs, &encoded, &blocks)?;
         let pictures = pictures.into_iter().map(Stored::Source).collect();
         Ok(Encoded { tokens, pictures, soft_tokens, blocks })
@@ -247,6 +262,25 @@ impl Encoder {
         }
     }
 
+    /// Fails if nothing parts the placeholders of two pictures: the model could not tell where the first one ends.
+    fn refuse_touching(&self, ids: &[u32], blocks: &[Range<usize>]) -> Fault<()> {
+        let image = self.config.placeholders().image;
+        let touch = |pair: &[Range<usize>]| {
+            pair[0].end == pair[1].start && [pair[0].end - 1, pair[1].start].iter().all(|&at| Some(ids[at]) == image)
+        };
+        let Some(first) = blocks.windows(2).position(touch) else { return Ok(()) };
+        let (open, close) = self.config.around_picture();
+        let word = |id| self.tokenizer().token(id).unwrap_or_else(|| format!("id {id}"));
+        Err(format!(
+            "nothing is between pictures {} and {}; write {}{}{} for each",
+            first + 1,
+            first + 2,
+            word(open),
+            self.image_token().unwrap_or_default(),
+            word(close)
+        ))
+    }
+
     /// Fails if a text holds a token that only a picture, a video or a sound may give.
     fn refuse(&self, ids: &[u32], placeholders: Placeholders) -> Fault<()> {
         match ids.iter().find(|&&id| placeholders.contains(id)) {
@@ -257,6 +291,14 @@ impl Encoder {
             )),
         }
     }
+}
+
+/// The tokens of a picture with those around it. Some processors write these, then they are in the range; of other families
+/// the template or the text does.
+fn with_neighbours(ids: &[u32], range: Range<usize>, (open, close): (u32, u32)) -> Range<usize> {
+    let before = range.start > 0 && ids[range.start] != open && ids[range.start - 1] == open;
+    let behind = ids[range.end - 1] != close && ids.get(range.end) == Some(&close);
+    range.start - usize::from(before)..range.end + usize::from(behind)
 }
 
 /// The inner error is the reason why a file that may lack does lack.

@@ -103,7 +103,7 @@ fn what_is_learned_is_coloured_or_bracketed() {
     assert!(escape.contains("Tides \\u{1b}[31mfall."), "{escape}");
 }
 
-/// The picture is 64 x 32 pixels after resizing; the turn's last line break and the role are not learned.
+/// Neither the role nor the line break behind a turn is learned; the tokens around a picture are counted with it.
 #[test]
 fn qwen_chats_are_told_with_their_own_words() {
     let data = r#"{"messages": [{"role": "user", "content": [{"type": "image", "image": "ok.png"}, {"type": "text", "text": "Tall?"}]}, {"role": "assistant", "content": "No."}]}
@@ -113,12 +113,12 @@ fn qwen_chats_are_told_with_their_own_words() {
     let chat = sample(&config, Inspection { line: Some(1), color: false });
     assert_eq!(
         chat,
-        "line 1: 65 tokens; 4 [[learned]]\n<|im_start|>user\n<|vision_start|><picture 18 tokens><|vision_end|>Tall?<|im_end|>\n\
-         <|im_start|>assistant\n[[No.<|im_end|>]]\n\n"
+        "line 1: 41 tokens; 4 [[learned]]\n<|im_start|>user\n<picture 20 tokens>Tall?<|im_end|>\n\
+         <|im_start|>assistant\n[[No.<|im_end|>]]\n"
     );
     // The first token has nothing to be told from.
     let text = sample(&config, Inspection { line: Some(2), color: false });
-    assert_eq!(text, "line 2: 10 tokens; 9 [[learned]]\nT[[ides rise.<|im_end|>]]\n");
+    assert_eq!(text, "line 2: 9 tokens; 8 [[learned]]\nT[[ides rise.<|im_end|>]]\n");
 }
 
 #[test]

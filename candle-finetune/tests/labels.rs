@@ -150,6 +150,38 @@ fn check(family: Family, all: &[(&str, &[&str])]) {
 }
 
 #[test]
+fn tokens_around_the_placeholder_of_a_prompt_are_not_written_twice() {
+    for (family, bare, around) in [
+        (Family::Gemma4, "<|image|>", "<|image><|image|><image|>"),
+        (Family::Qwen3_5, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"),
+    ] {
+        let line = |image| format!(r#"{{"prompt": "See {image}!", "completion": "Yes.", "images": ["ok.png"]}}"#);
+        let folder = folder(family, None);
+        let lines = read(folder.path(), &[&line(bare), &line(around)]).unwrap();
+        let tokens = |index| lines.sample(index).unwrap().tokens;
+        assert_eq!(tokens(0), tokens(1), "{family}");
+    }
+}
+
+#[test]
+fn pictures_without_a_token_between_them_are_refused() {
+    let bare = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}\
+        {% for item in m.content %}{% if item.type == 'image' %}<|image_pad|>{% else %}{{ item.text }}{% endif %}\
+        {% endfor %}{% endif %}<|im_end|>\n{% endfor %}";
+    let two = |between: &str| {
+        format!(
+            r#"{{"prompt": "<|image_pad|>{between}<|image_pad|>", "completion": "No.", "images": ["ok.png", "ok.png"]}}"#
+        )
+    };
+    let folder = folder(Family::Qwen3_5, Some(bare));
+    assert_eq!(supervised(&read(folder.path(), &[&two("or")]).unwrap()), [["No.<|im_end|>"]]);
+    let Err(error) = read(folder.path(), &[&two("or"), &two("")]) else { panic!("nothing is between the pictures") };
+    let expected =
+        "line 2: nothing is between pictures 1 and 2; write <|vision_start|><|image_pad|><|vision_end|> for each";
+    assert!(error.to_string().contains(expected), "{error}");
+}
+
+#[test]
 fn what_a_template_cannot_take_is_told_in_its_words_with_the_line() {
     let strict = "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}\
         {{ raise_exception('System role not supported') }}{% endif %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\

@@ -117,7 +117,7 @@ impl Reader<'_> {
         }
         let images = images(fields)?;
         let user = match self.encoder.image_token() {
-            Some(placeholder) => prompt_parts(prompt, images, placeholder)?,
+            Some(placeholder) => prompt_parts(&self.encoder.bare_pictures(prompt), images, placeholder)?,
             None if images.is_empty() => Message::text("user", prompt),
             None => Message::parts("user", images.into_iter().map(Part::Image)),
         };
