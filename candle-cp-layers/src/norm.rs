@@ -124,14 +124,39 @@ impl LayerNorm {
     /// # Errors
     /// Another width.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let dtype = wide(x.dtype());
-        let x_wide = x.to_dtype(dtype)?;
-        let centred = x_wide.broadcast_sub(&x_wide.mean_keepdim(D::Minus1)?)?;
-        let variance = (centred.sqr()?.mean_keepdim(D::Minus1)? + self.eps)?;
-        let normed = centred.broadcast_mul(&variance.powf(-0.5)?)?;
-        let scaled = normed.broadcast_mul(&self.weight.to_dtype(dtype)?)?;
-        scaled.broadcast_add(&self.bias.to_dtype(dtype)?)?.to_dtype(x.dtype())
+        if x.elem_count() == 0 {
+            // Not every device sums over nothing.
+            return Ok(x.clone());
+        }
+        let (eps, dtype) = (self.eps, wide(x.dtype()));
+        let (normed, _) = centred(x, eps)?;
+        let scaled = normed.broadcast_mul(&self.weight.detach().to_dtype(dtype)?)?;
+        let y = scaled.broadcast_add(&self.bias.detach().to_dtype(dtype)?)?.to_dtype(x.dtype())?;
+        // Only `x` is kept for backward.
+        with_backward("layer-norm", [x, &self.weight, &self.bias], y, move |[x, weight, bias], grad| {
+            let (normed, inverse) = centred(x, eps)?;
+            let grad = grad.to_dtype(dtype)?;
+            let width = weight.elem_count();
+            let over_rows =
+                |x: Tensor, like: &Tensor| x.reshape((x.elem_count() / width, width))?.sum(0)?.to_dtype(like.dtype());
+            let weight_grad = weight.track_op().then(|| over_rows((&grad * &normed)?, weight)).transpose()?;
+            let bias_grad = bias.track_op().then(|| over_rows(grad.clone(), bias)).transpose()?;
+            let grad = grad.broadcast_mul(&weight.detach().to_dtype(dtype)?)?;
+            let along = (&grad * &normed)?.mean_keepdim(D::Minus1)?;
+            let across = grad.broadcast_sub(&grad.mean_keepdim(D::Minus1)?)?;
+            let across = (across - normed.broadcast_mul(&along)?)?;
+            let x_grad = across.broadcast_mul(&inverse)?.to_dtype(x.dtype())?;
+            Ok([Some(x_grad), weight_grad, bias_grad])
+        })
     }
+}
+
+/// `(x - mean) / sqrt(var + eps)` and `1 / sqrt(var + eps)` in the type of sums, outside of the graph.
+fn centred(x: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+    let x_wide = x.detach().to_dtype(wide(x.dtype()))?;
+    let centred = x_wide.broadcast_sub(&x_wide.mean_keepdim(D::Minus1)?)?;
+    let inverse = (centred.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?.recip()?;
+    Ok((centred.broadcast_mul(&inverse)?, inverse))
 }
 
 /// The type that sums are formed in.
@@ -192,6 +217,34 @@ mod tests {
                     assert_close("gradient", found, expected, 5.0 * tolerance)?;
                 }
             }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_layer_norm_has_the_gradients_of_its_steps() -> Result<()> {
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 0.05)] {
+            let x = Var::from_tensor(&random(&[3, 7, 9], dtype, 1)?)?;
+            let weight = Var::from_tensor(&random(&[9], dtype, 2)?)?;
+            let bias = Var::from_tensor(&random(&[9], dtype, 3)?)?;
+            let grad = random(&[3, 7, 9], dtype, 4)?;
+            let norm = LayerNorm { weight: weight.as_tensor().clone(), bias: bias.as_tensor().clone(), eps: 0.1 };
+            let found = norm.forward(&x)?;
+            let wide = wide(dtype);
+            let centred = x.to_dtype(wide)?;
+            let centred = centred.broadcast_sub(&centred.mean_keepdim(D::Minus1)?)?;
+            let deviation = (centred.sqr()?.mean_keepdim(D::Minus1)? + 0.1)?.sqrt()?;
+            let scaled = centred.broadcast_div(&deviation)?.broadcast_mul(&weight.to_dtype(wide)?)?;
+            let expected = scaled.broadcast_add(&bias.to_dtype(wide)?)?.to_dtype(dtype)?;
+            assert_close("y", &found, &expected, tolerance)?;
+            let gradients = |y: &Tensor| (y * &grad)?.sum_all()?.backward();
+            let (found, expected) = (gradients(&found)?, gradients(&expected)?);
+            for var in [&x, &weight, &bias] {
+                assert_close("gradient", found.get(var).unwrap(), expected.get(var).unwrap(), 10.0 * tolerance)?;
+            }
+            let frozen = LayerNorm { weight: random(&[9], dtype, 2)?, bias: random(&[9], dtype, 3)?, eps: 0.1 };
+            let store = frozen.forward(&x)?.sum_all()?.backward()?;
+            assert_eq!(store.get_ids().count(), 1, "{dtype:?}");
         }
         Ok(())
     }

@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 
 /// Whether a forward pass keeps what happens inside its decoder layers, or runs them again in backward.
 ///
-/// One value belongs to one loss: pass it to [`Model::decode_with`](crate::Model::decode_with), then call
+/// One value belongs to one loss: pass it to the `decode_with` of a model, then call
 /// [`Recompute::backward`] in place of the loss's own. A clone shares what was collected.
 ///
 /// Every rank has to make the same choice: a layer that runs again exchanges its keys and values again.

@@ -7,13 +7,11 @@ mod patches;
 mod positions;
 mod settings;
 mod size;
-mod tower;
 
 use std::path::Path;
 
 pub use positions::{image_runs, mrope_positions};
 pub use settings::Qwen3_5ImageSettings;
-pub use tower::{PositionGrid, patch_positions};
 
 use crate::chat::ChatEncoder;
 use crate::error::Result;

@@ -6,7 +6,6 @@ Run by hand with Python 3, torch, Pillow 13 and transformers 5.24:
 
 `sizes`: rows of (height, width, factor, fewest pixels, most pixels, new height, new width), -1 where it refuses.
 `<name>.picture`, `<name>.pixels`, `<name>.grid`: the image processor with the settings of SETTINGS.
-`tower.<n>.*`: where patches of several grids stand, and how they read the learned grid of positions.
 `rows.*`: positions of rows with pictures, by the model itself.
 """
 
@@ -17,7 +16,6 @@ import torch
 from safetensors.numpy import save_file
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
-from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 SETTINGS = {  # name: picture's height and width, settings
     "absent": (30, 61, {}),
@@ -27,14 +25,6 @@ SETTINGS = {  # name: picture's height and width, settings
     "mean": (9, 70, dict(patch_size=3, image_mean=[0.1, 0.2, 0.3], image_std=[0.5, 0.25, 2.0], rescale_factor=0.01,
                          size={"shortest_edge": 36, "longest_edge": 500})),
 }
-TOWER = [  # grids, merge size, side of the learned grid
-    ([[1, 8, 6], [1, 8, 10], [1, 2, 2]], 2, 6),
-    ([[1, 24, 18]], 2, 48),
-    ([[1, 3, 90], [1, 9, 6]], 3, 5),
-    ([[1, 1, 7], [1, 13, 1]], 1, 48),
-    ([[1, 4, 6]], 2, 1),
-]
-
 
 def noise(count, seed):
     out, x = np.empty(count, np.uint8), seed
@@ -90,15 +80,6 @@ for seed, (name, (height, width, settings)) in enumerate(SETTINGS.items()):
     out[f"{name}.picture"] = picture
     out[f"{name}.pixels"] = np.ascontiguousarray(got["pixel_values"], np.float32)
     out[f"{name}.grid"] = got["image_grid_thw"][0]
-for n, (grids, merge, side) in enumerate(TOWER):
-    thw = torch.tensor(grids)
-    indices, weights = get_vision_interpolation_indices_and_weights(
-        thw, side, mode="bilinear", align_corners=True, spatial_merge_size=merge)
-    out[f"tower.{n}.grids"] = np.array(grids, np.int64)
-    out[f"tower.{n}.merge_and_side"] = np.array([merge, side], np.int64)
-    out[f"tower.{n}.indices"] = indices.numpy()
-    out[f"tower.{n}.weights"] = weights.float().numpy()
-    out[f"tower.{n}.positions"] = get_vision_position_ids(thw, merge).numpy()
 rows(out)
 save_file(out, Path(__file__).parent / "data" / "qwen3_5.safetensors")
 print({k: v.shape for k, v in out.items() if "rows" not in k})

@@ -2,7 +2,7 @@
 
 mod support;
 
-use candle_vlm_processor::qwen3_5::{PositionGrid, image_runs, mrope_positions, patch_positions};
+use candle_vlm_processor::qwen3_5::{image_runs, mrope_positions};
 use candle_vlm_processor::{Error, Result};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed};
@@ -161,16 +161,11 @@ proptest! {
     #[test]
     fn any_row_gives_positions_or_an_error(
         types in prop::collection::vec(0u8..3, 0..12), documents in prop::collection::vec(-1i64..3, 0..12),
-        grids in prop::collection::vec(prop::array::uniform3(0usize..5), 0..3), merge in 0usize..3, side in 0usize..4,
+        grids in prop::collection::vec(prop::array::uniform3(0usize..5), 0..3), merge in 0usize..3,
     ) {
         if let Ok(positions) = mrope_positions(&types, &documents, &grids, merge) {
             prop_assert!(positions.iter().all(|axis| axis.len() == types.len()));
         }
-        let (places, table) = (patch_positions(&grids, merge), PositionGrid::new(&grids, merge, side));
-        if let (Ok(places), Ok(table)) = (&places, &table) {
-            prop_assert!(places.len() == table.indices.len() && places.len() == table.weights.len());
-        }
-        prop_assert_eq!(places.is_ok() && side > 0, table.is_ok());
     }
 }
 
@@ -211,44 +206,6 @@ fn grids_that_no_picture_can_have_are_refused() {
     ] {
         let message = fault(mrope_positions(&[], &[], &[[1, 2, 2], grid], 2)).to_string();
         assert!(message.starts_with("picture 2 has ") && message.contains(reason), "{message}");
-        assert!(matches!(patch_positions(&[grid], 2), Err(Error::Grid { index: 1, .. })));
-        assert!(matches!(PositionGrid::new(&[grid], 2, 6), Err(Error::Grid { index: 1, .. })));
     }
-    assert!(patch_positions(&[[1, 2, 2]], 0).unwrap_err().to_string().contains("merge size is 0"));
-    assert!(PositionGrid::new(&[], 2, 0).unwrap_err().to_string().contains("a side of 0"));
-    assert!(PositionGrid::new(&[], 2, 70_000).is_err());
-}
-
-#[test]
-fn the_towers_places_equal_those_of_transformers() {
-    let golden = Tensors::open(&data("qwen3_5.safetensors"));
-    for n in 0..5 {
-        let field = |name: &str| format!("tower.{n}.{name}");
-        let grids = grids(&golden, &field("grids"));
-        let [merge, side] = golden.i64(&field("merge_and_side"))[..] else { panic!("two numbers") };
-        let positions = patch_positions(&grids, merge as usize).unwrap();
-        let positions: Vec<i64> = positions.as_flattened().iter().map(|&place| i64::from(place)).collect();
-        assert_eq!(positions, golden.i64(&field("positions")));
-        let table = PositionGrid::new(&grids, merge as usize, side as usize).unwrap();
-        let indices: Vec<i64> = table.indices.as_flattened().iter().map(|&index| i64::from(index)).collect();
-        assert_eq!(indices, golden.i64(&field("indices")));
-        assert!(table.weights.as_flattened() == golden.f32(&field("weights")), "tower {n}"); // bit for bit
-    }
-}
-
-/// Reads a grid whose value at (row, column) is linear in both: bilinear reading gives the same function of the place.
-#[test]
-fn a_linear_grid_is_read_exactly() {
-    for (height, width, side) in [(8, 6, 6), (2, 40, 48), (48, 48, 48), (4, 2, 2), (6, 4, 1)] {
-        let table = PositionGrid::new(&[[1, height, width]], 2, side).unwrap();
-        let places = patch_positions(&[[1, height, width]], 2).unwrap();
-        for ((indices, weights), [row, column]) in table.indices.iter().zip(&table.weights).zip(places) {
-            let value = |index: u32| 3.0 * f64::from(index / side as u32) - 2.0 * f64::from(index % side as u32);
-            let read: f64 = indices.iter().zip(weights).map(|(&i, &w)| f64::from(w) * value(i)).sum();
-            let at = |place: u32, places: usize| f64::from(place) * (side - 1) as f64 / (places - 1) as f64;
-            let expected = 3.0 * at(row, height) - 2.0 * at(column, width);
-            assert!((read - expected).abs() < 2e-4, "{read} is not {expected}");
-            assert!((weights.iter().sum::<f32>() - 1.0).abs() < 1e-6);
-        }
-    }
+    assert!(fault(mrope_positions(&[], &[], &[[1, 2, 2]], 0)).to_string().contains("merge size is 0"));
 }

@@ -109,7 +109,7 @@ impl Weights {
     }
 
     /// The same weights for one training step, in which adapters drop a share of their inputs; `None` if there is nothing
-    /// to drop. A [`Model`](crate::Model) made from the result drops; others do not, which is what evaluation wants. It
+    /// to drop. A model made from the result drops; others do not, which is what evaluation wants. It
     /// shares storage with this one, so making it takes next to no time or memory.
     ///
     /// What is dropped is a function of seed, step, module and the token's place in the whole batch: the same for every
