@@ -41,6 +41,8 @@ struct Samples {
     plan: Plan,
     /// Of what is trained on.
     fingerprint: String,
+    /// Of what is held out.
+    held_out: Option<String>,
 }
 
 /// Model and data of a run; ranks share it.
@@ -233,6 +235,11 @@ impl Job {
         }
     }
 
+    /// The same of held-out data; empty if there is none.
+    pub(crate) fn held_out_fingerprint(&self) -> &str {
+        self.lines().and_then(|samples| samples.held_out.as_deref()).unwrap_or_default()
+    }
+
     /// Whether a run can go on with this data.
     pub(crate) fn check_resumable(&self, state: &State) -> Result<()> {
         match &self.data {
@@ -287,8 +294,10 @@ impl Samples {
             }
             (files, _) => (all, Some(read(files)?)),
         };
-        let (plan, fingerprint) = (Plan::make(&train, config), train.fingerprint());
-        Ok(Self { train, validation, plan, fingerprint })
+        let plan = Plan::make(&train, config);
+        let fingerprint = train.fingerprint();
+        let held_out = validation.as_ref().map(Lines::fingerprint);
+        Ok(Self { train, validation, plan, fingerprint, held_out })
     }
 
     fn summary(&self, config: &Config) -> String {

@@ -118,8 +118,7 @@ impl Launch {
         }
         if !cfg!(feature = "nccl") {
             let allowed = "1: this program was built without the feature `nccl`";
-            let fix =
-                "cargo build --release --features nccl --example finetune_gemma4, which needs NVIDIA's CUDA toolkit";
+            let fix = "cargo build --release --features nccl --example NAME, which needs NVIDIA's CUDA toolkit";
             return Err(Error::flag("--cp", place.size, allowed, fix));
         }
         match number {
@@ -136,7 +135,7 @@ impl Launch {
 fn how_to_start(cp: usize) -> String {
     let build = if cfg!(feature = "nccl") { "" } else { "build with --features nccl and " };
     format!(
-        "{build}start torchrun --no-python --nproc-per-node {cp} target/release/examples/finetune_gemma4 --device cuda \
+        "{build}start torchrun --no-python --nproc-per-node {cp} PROGRAM --device cuda \
          --cp {cp}"
     )
 }
@@ -193,8 +192,7 @@ mod tests {
         assert!(matches!(alone.ranks(&config("cpu", 4)).unwrap(), Ranks::Threads(4)));
         let text = refused(&alone, &config("cuda:1", 4));
         assert!(text.starts_with("--cp \"4\": allowed is 1 in one process beside --device cuda:1"), "{text}");
-        let line =
-            "torchrun --no-python --nproc-per-node 4 target/release/examples/finetune_gemma4 --device cuda --cp 4";
+        let line = "torchrun --no-python --nproc-per-node 4 PROGRAM --device cuda --cp 4";
         assert!(text.ends_with(line), "{text}");
         assert_eq!(text.contains("build with --features nccl"), !cfg!(feature = "nccl"), "{text}");
     }

@@ -137,10 +137,15 @@ impl Ranks {
         }
     }
 
-    /// Whether all processes train the same model on the same data in the same way.
+    /// Whether all processes train a model of the same configuration on the same data in the same way. The numbers in the
+    /// weight files are not compared.
     pub(crate) fn agree(&self, config: &Config, job: &Job) -> Result<()> {
         let Self::Process { comm, .. } = self else { return Ok(()) };
-        let data = [format!("the data = {}", job.fingerprint()), format!("the number of steps = {}", job.steps())];
+        let data = [
+            format!("the data = {}", job.fingerprint()),
+            format!("the held-out data = {}", job.held_out_fingerprint()),
+            format!("the number of steps = {}", job.steps()),
+        ];
         let digest = ring::digest::digest(&ring::digest::SHA256, format!("{:?}", job.model).as_bytes());
         let model: String = digest.as_ref().iter().take(8).map(|byte| format!("{byte:02x}")).collect();
         let model = std::iter::once(format!("the model's configuration, by digest, = {model}"));

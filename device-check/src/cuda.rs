@@ -213,6 +213,11 @@ impl CudaDevice {
         // SAFETY: both events have passed.
         let code = unsafe { (self.driver.event_elapsed)(&mut milliseconds, start, end) };
         self.driver.checked(code, || "reading the time between events".into())?;
+        for event in events {
+            // SAFETY: nothing waits for it any more.
+            let code = unsafe { (self.driver.event_destroy)(event) };
+            self.driver.checked(code, || "giving an event back".into())?;
+        }
         Ok(f64::from(milliseconds))
     }
 

@@ -70,6 +70,7 @@ functions! {
     event_record "cuEventRecord" (Handle, Handle);
     event_synchronize "cuEventSynchronize" (Handle);
     event_elapsed "cuEventElapsedTime" (*mut f32, Handle, Handle);
+    event_destroy "cuEventDestroy_v2" (Handle);
     error_name "cuGetErrorName" (i32, *mut *const c_char);
     error_string "cuGetErrorString" (i32, *mut *const c_char);
 }

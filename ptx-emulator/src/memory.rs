@@ -1,6 +1,7 @@
 //! Emulated device memory: allocations with gaps between them, and a mark for every byte that was written.
 
 use crate::error::MemoryError;
+use crate::types::{LOCAL_WINDOW, SHARED_WINDOW, WINDOW};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering::Relaxed};
 
@@ -10,8 +11,9 @@ const ALIGN: u64 = 256;
 const GAP: u64 = 1 << 16;
 /// The first address; null and small integers are never valid.
 const FIRST: u64 = 0x10_0000_0000;
-/// Addresses that a caller may choose: a tebibyte, above all others but those of module variables.
-const CHOSEN: Range<u64> = 0x100_0000_0000..0x200_0000_0000;
+/// Addresses that a caller may choose: nearly a tebibyte, above all others but those of module variables, and between the
+/// windows through which generic addresses reach shared and local memory.
+const CHOSEN: Range<u64> = SHARED_WINDOW + WINDOW..LOCAL_WINDOW;
 
 /// Device memory that kernels read and write.
 ///
@@ -72,7 +74,7 @@ impl Memory {
     /// there is: rows of one tensor may lie gigabytes apart, so that index arithmetic in too few bits is found.
     ///
     /// # Errors
-    /// An address outside of 2^40..2^41 or not a multiple of 16; bytes that are allocated already.
+    /// An address outside of 2^40 + 2^32..2^41 or not a multiple of 16; bytes that are allocated already.
     pub fn upload_at(&mut self, address: u64, bytes: &[u8]) -> Result<(), MemoryError> {
         let end = address.saturating_add(bytes.len() as u64);
         if !address.is_multiple_of(16) || address < CHOSEN.start || end > CHOSEN.end {

@@ -60,7 +60,8 @@ impl Lifeline {
         for (peer, line) in heard {
             let shared = shared.clone();
             let thread = std::thread::Builder::new().name(format!("lifeline to rank {peer}"));
-            lifeline.listeners.push(thread.spawn(move || shared.listen(peer, line))?);
+            let listener = thread.spawn(move || shared.listen(peer, line));
+            lifeline.listeners.push(listener.inspect_err(|error| lifeline.fail(&error.to_string()))?);
         }
         Ok(lifeline)
     }

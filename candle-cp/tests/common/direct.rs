@@ -311,7 +311,7 @@ fn place(
         return DeviceView::contiguous(address, heads, tokens, d);
     };
     // Five rooms of 200 GiB in the tebibyte that can be chosen from.
-    let address = (1 << 40) + number * (200 << 30);
+    let address = (1 << 40) + (1 << 32) + number * (200 << 30);
     for (row, numbers) in numbers.chunks(d).enumerate() {
         let at = [row / tokens / heads, row / tokens % heads, row % tokens];
         let at: usize = at.iter().zip(strides).map(|(i, stride)| i * stride).sum();

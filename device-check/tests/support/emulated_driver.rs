@@ -115,6 +115,10 @@ driver! {
         let [start, end] = [start, end].map(|event| *event.cast::<Instant>());
         give(milliseconds, end.duration_since(start).as_secs_f32() * 1e3)
     }
+    cuEventDestroy_v2(event: *mut c_void) {
+        drop(Box::from_raw(event.cast::<Instant>()));
+        ok()
+    }
     cuGetErrorName(_code: i32, text: *mut *const c_char) { give(text, c"EMULATED".as_ptr()) }
     cuGetErrorString(_code: i32, text: *mut *const c_char) { give(text, c"the emulator refused".as_ptr()) }
     cuLaunchKernel(

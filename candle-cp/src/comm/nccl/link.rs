@@ -81,12 +81,17 @@ impl Link {
     ) -> Result<Self> {
         let about = About { operation: &"joining the group", peer: None, bytes: 0 };
         let compute = device.cuda_stream();
-        let cuda = |e: DriverError| failed(rank, size, &about, cuda_text(e));
-        compute.context().bind_to_thread().map_err(cuda)?;
-        // Ahead of computation where both could run: a hop is short, and its end is waited for.
-        let (_, urgent) = result::stream::get_priority_range().map_err(cuda)?;
-        let stream = compute.context().new_stream_with_priority(urgent).map_err(cuda)?;
-        let comm = library.init(size, id, rank).map_err(|text| failed(rank, size, &about, text))?;
+        let joined = || {
+            let cuda = |e: DriverError| failed(rank, size, &about, cuda_text(e));
+            compute.context().bind_to_thread().map_err(cuda)?;
+            // Ahead of computation where both could run: a hop is short, and its end is waited for.
+            let (_, urgent) = result::stream::get_priority_range().map_err(cuda)?;
+            let stream = compute.context().new_stream_with_priority(urgent).map_err(cuda)?;
+            let comm = library.init(size, id, rank).map_err(|text| failed(rank, size, &about, text))?;
+            Ok((stream, comm))
+        };
+        // The others are told: a lifeline that is dropped says no more than goodbye.
+        let (stream, comm) = joined().inspect_err(|error: &Error| lifeline.fail(&error.to_string()))?;
         let (free, retired) = Default::default();
         let state = Mutex::new(State { comm, failure: None });
         let link = Self { rank, size, deadline, device, compute, stream, library, state, lifeline, free, retired };
