@@ -1,4 +1,4 @@
-//! Training of every family: twenty steps are the same on one, two and four ranks.
+//! Training of every family of Gemma 4: twenty steps are the same on one, two and four ranks.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

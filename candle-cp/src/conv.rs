@@ -43,7 +43,7 @@ fn check(layout: &SequenceLayout, tokens: &Tokens, rank: usize, x: &Tensor, weig
                 "weight",
                 format!("{:?}", weight.dims()),
                 allowed,
-                "pass conv1d.weight as it is",
+                "reshape the filters to [C, K]",
             ));
         }
     };

@@ -392,8 +392,8 @@ fn bad_input_is_named() -> Result<()> {
     let (x, weight) = (&[2, 6, 3][..], &[3, 4][..]);
     for shape in [&[3][..], &[3, 2, 4], &[3, 0], &[0, 4], &[3, 1, 1, 4]] {
         let text = format!(
-            "weight is {shape:?}, but one filter per channel is [C, K] or [C, 1, K], with at least one tap; pass \
-             conv1d.weight as it is"
+            "weight is {shape:?}, but one filter per channel is [C, K] or [C, 1, K], with at least one tap; \
+             reshape the filters to [C, K]"
         );
         refused((x, DType::F32), (shape, DType::F32), &text)?;
     }

@@ -333,14 +333,14 @@ impl Data {
     }
 }
 
-fn model(config: &Config) -> Result<Arc<dyn VlmConfig>> {
+pub(crate) fn model(config: &Config) -> Result<Arc<dyn VlmConfig>> {
     match config.model_folder() {
         Some(folder) => Family::read(folder),
         None => small_model::config(config.family),
     }
 }
 
-fn check_device(config: &Config, model: &dyn VlmConfig) -> Result<()> {
+pub(crate) fn check_device(config: &Config, model: &dyn VlmConfig) -> Result<()> {
     model.check_device(config.device).map_err(|reason| {
         let fix = "leave --device out to train on the CPU";
         Error::flag("--device", config.device, format!("cpu for this model: {reason}"), fix)

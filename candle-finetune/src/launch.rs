@@ -3,9 +3,12 @@
 use candle_core::Device;
 use candle_cp::{LaunchEnvironment, launch_environment_from};
 
+use candle_cp_layers::CONFIG_FILE;
+
 use crate::config::Config;
 use crate::device::ComputeDevice;
 use crate::error::{Error, Result};
+use crate::job;
 use crate::ranks::Ranks;
 
 /// Where other launchers than torchrun say how many processes they have started.
@@ -76,7 +79,12 @@ impl Launch {
     /// `--cp`, `--device`, the launcher and what this program was built with do not go together; the GPU or NCCL cannot be
     /// used; the other processes do not come.
     pub fn ranks(&self, config: &Config) -> Result<Ranks> {
-        match self.choose(config)? {
+        let choice = self.choose(config)?;
+        // Before a GPU is opened, where the model is at hand.
+        if config.model_folder().is_none_or(|folder| folder.join(CONFIG_FILE).is_file()) {
+            job::check_device(config, job::model(config)?.as_ref())?;
+        }
+        match choice {
             Choice::Threads => Ok(Ranks::Threads(config.cp)),
             Choice::Nccl(place, device) => over_nccl(place, device.open()?),
         }

@@ -89,7 +89,7 @@ impl Layer {
     ) -> Result<Tensor> {
         let x_bsh = self.mix(x_bsh, around)?;
         let real = around.real.clone();
-        if let Second::Moe(moe) = &self.second {
+        if let (Second::Moe(moe), true) = (&self.second, tap.is_on()) {
             moe.record(&self.post_mixer_norm.forward(&x_bsh.detach())?, &real, index, tap)?;
         }
         let (norm, second) = (self.post_mixer_norm.clone(), self.second.clone());

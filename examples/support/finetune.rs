@@ -71,12 +71,18 @@ fn command(family: Family) -> Command {
         Family::Gemma4 => "finetune_gemma4",
         Family::Qwen3_5 => "finetune_qwen3_5",
     };
+    let processes = match family {
+        Family::Gemma4 => {
+            "; on several GPUs they are processes: torchrun --no-python --nproc-per-node 4 finetune_gemma4 \
+             --device cuda --cp 4"
+        }
+        Family::Qwen3_5 => "",
+    };
     Command::new(program)
         .about(format!("Fine-tunes {title} on sequences that are shared by several ranks"))
         .long_about(format!(
             "Fine-tunes {title} on sequences that are shared by several ranks.\n\nWithout --model a small random model is \
-             trained from nothing to read handwritten digits. Ranks are threads; on several GPUs they are processes: \
-             torchrun --no-python --nproc-per-node 4 {program} --device cuda --cp 4. Settings may also stand in a \
+             trained from nothing to read handwritten digits. Ranks are threads{processes}. Settings may also stand in a \
              TOML file, under the sections that head the flags here; flags overrule the file. A flag is also known by \
              section and name, such as --train.steps.",
         ))

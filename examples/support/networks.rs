@@ -87,6 +87,10 @@ pub fn read_family(folder: &Path) -> Result<Arc<dyn Family>> {
     let json: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
     match json.get("model_type").and_then(serde_json::Value::as_str) {
         Some(name) if name.starts_with("qwen3_5") => Ok(Arc::new(candle_qwen3_5::Config::from_folder(folder)?)),
+        Some(name) if !name.starts_with("gemma4") => {
+            let (folder, found) = (folder.to_path_buf(), name.to_string());
+            Err(candle_finetune::Error::UnknownFamily { folder, found }.into())
+        }
         _ => Ok(Arc::new(candle_gemma4::Config::from_folder(folder)?)),
     }
 }

@@ -77,7 +77,7 @@ fn other_kind(name: &str) -> Option<&'static str> {
     } else if segments.ends_with(&["mlp", "gate", "weight"]) {
         // PEFT adapts modules of projections only; this one is of another type.
         Some("a router")
-    } else if has("conv") || has("depthwise_conv1d") {
+    } else if ["conv", "conv1d", "depthwise_conv1d", "patch_embed"].into_iter().any(has) {
         Some("a convolution")
     } else {
         None

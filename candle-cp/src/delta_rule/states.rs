@@ -113,9 +113,9 @@ impl Maps {
         let mut transitions = self.transitions;
         for (rows, needed) in transitions.iter_mut().zip(&needed) {
             for (transition, needed) in rows.iter_mut().zip(needed) {
-                // A copy: a view would keep the whole message alive.
+                // In storage of its own: a view, or a plain copy of one, would keep the whole message alive.
                 let kept = transition.take().filter(|_| *needed);
-                *transition = kept.map(|kept| kept.copy()).transpose()?;
+                *transition = kept.map(|kept| kept.force_contiguous()).transpose()?;
             }
         }
         Ok(transitions)

@@ -115,13 +115,13 @@ fn kernels_with_first_and_last_states() {
 }
 
 /// The gradients in the files are those of output and final state together, and the operator gives no final state: they
-/// agree in all documents but the last.
+/// agree in all documents but the last. Of the file with one document only the output is compared.
 #[test]
 fn output_and_gradients_of_the_goldens() {
     for name in ["single", "documents"] {
         let golden = golden(name);
         let len = golden["g"].dim(1).unwrap();
-        let last = if name == "documents" { 73 } else { 0 };
+        let documents_but_the_last = (name == "documents").then_some(73);
         let expected = side_by_side([&golden["dq"], &golden["dk"], &golden["dv"]]).unwrap();
         for (dtype, tolerance) in [(DType::F64, 2e-7), (DType::F32, 5e-6)] {
             for ranks in [1, 2, 3, 4, 8] {
@@ -130,10 +130,11 @@ fn output_and_gradients_of_the_goldens() {
                 {
                     for [out, qkv, g, beta] in run(&golden, &layout, dtype) {
                         close("out", &out, &golden["out"], tolerance);
+                        let Some(before_last) = documents_but_the_last else { continue };
                         for (part, found, expected) in
                             [("d_qkv", qkv, &expected), ("d_g", g, &golden["dg"]), ("d_beta", beta, &golden["dbeta"])]
                         {
-                            let before = |x: &Tensor| x.narrow(1, 0, last).unwrap();
+                            let before = |x: &Tensor| x.narrow(1, 0, before_last).unwrap();
                             close(part, &before(&found), &before(expected), tolerance);
                         }
                     }

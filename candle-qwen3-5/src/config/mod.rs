@@ -150,7 +150,7 @@ impl Config {
         if !missing.is_empty() {
             return Err(Error::MissingFields { fields: missing });
         }
-        let eos_token_ids = match top.contains("eos_token_id") {
+        let eos_token_ids = match top.get("eos_token_id").is_some() {
             true => top.tokens("eos_token_id")?,
             false => text_fields.tokens("eos_token_id")?,
         };

@@ -132,7 +132,8 @@ impl TextConfig {
     }
 
     /// What attention costs per allowed pair: what [`candle_cp::SequenceLayout::balanced`] evens out. The gated delta net
-    /// costs the same per token everywhere; a model of nothing else is as even with any weight.
+    /// costs the same per token everywhere, but for the maps of pieces that a document passes through: many small pieces
+    /// cost more. A model of nothing else is as even with any weight.
     pub fn layer_work(&self) -> Vec<LayerWork> {
         let full = self.layers.iter().filter(|kind| **kind == LayerKind::Full).count();
         let weight = (full.max(1) * self.num_attention_heads * self.head_dim) as f64;
