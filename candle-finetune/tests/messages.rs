@@ -80,10 +80,13 @@ fn a_tokenizer_of_another_checkpoint() {
 #[test]
 fn texts_need_a_first_and_a_last_token() {
     let text = json!({"text": "A text."});
-    for (pointer, field) in
-        [("/text_config/bos_token_id", "text_config.bos_token_id"), ("/eos_token_id", "eos_token_id")]
-    {
-        let message = refused(&config(&[(pointer, Value::Null)]), None, text.clone());
+    for (pointers, field) in [
+        (&["/text_config/bos_token_id"][..], "text_config.bos_token_id"),
+        // What is null at the top is looked for below.
+        (&["/eos_token_id", "/text_config/eos_token_id"], "eos_token_id"),
+    ] {
+        let changes: Vec<_> = pointers.iter().map(|&pointer| (pointer, Value::Null)).collect();
+        let message = refused(&config(&changes), None, text.clone());
         holds(&message, &[&format!("line 1: config.json has no {field}, which plain texts need")]);
     }
 }

@@ -183,7 +183,7 @@ fn memory_at_chosen_addresses() {
         memory.upload_at(address, &vec![0; len]).unwrap_err().to_string()
     };
     assert!(refused(&mut memory, AT + 8, 4).contains("multiples of 16"));
-    assert!(refused(&mut memory, near, 16).contains("0x10000000000..0x20000000000 can be chosen"));
+    assert!(refused(&mut memory, near, 16).contains("0x10100000000..0x20000000000 can be chosen"));
     assert!(refused(&mut memory, (2 << 40) - 16, 17).contains("can be chosen"));
     for (address, len) in [(AT, 16), (AT, 0), (AT - 32, 17), (AT - 32, 64)] {
         assert!(refused(&mut memory, address, len).contains("are allocated"), "{address:x} {len}");
