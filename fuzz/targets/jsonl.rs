@@ -11,7 +11,7 @@ use libfuzzer_sys::fuzz_target;
 fuzz_target!(|bytes: &[u8]| {
     let checkpoint = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/gemma4-dense/checkpoint");
     let config = Config::from_folder(&checkpoint).expect("the fixture is sound");
-    let encoder = Encoder::from_folder(&checkpoint, &config).expect("the fixture is sound");
+    let encoder = Encoder::from_folder(&checkpoint, std::sync::Arc::new(config)).expect("the fixture is sound");
     let folder = tempfile::tempdir().expect("a folder for the file");
     let path = folder.path().join("data.jsonl");
     std::fs::write(&path, bytes).expect("the folder takes a file");

@@ -27,5 +27,5 @@ fuzz_target!(|bytes: &[u8]| {
         }
         None => write("model.safetensors", bytes),
     }
-    let _ = Weights::load(folder.path(), &CONFIG, DType::F32, &Device::Cpu);
+    let _ = Weights::load(folder.path(), &*CONFIG, DType::F32, &Device::Cpu);
 });
