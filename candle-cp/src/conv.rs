@@ -7,7 +7,7 @@
 mod halo;
 
 use crate::comm::Communicator;
-use crate::element::{Element, dispatch, with_cpu_storage};
+use crate::element::{Element, dispatch, slice, with_cpu_storage};
 use crate::error::{Error, Result};
 use crate::layout::SequenceLayout;
 use crate::tokens::Tokens;
@@ -117,12 +117,6 @@ impl CustomOp2 for Conv {
         let d_x = d_x.reshape(x.shape())?;
         Ok((Some(d_x), d_weight.map(|d| d.reshape(weight.shape())).transpose()?))
     }
-}
-
-/// The numbers of a contiguous tensor.
-fn slice<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
-    let (start, end) = layout.contiguous_offsets().expect("made contiguous before");
-    Ok(&storage.as_slice::<T>()?[start..end])
 }
 
 impl Conv {

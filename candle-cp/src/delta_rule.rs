@@ -23,7 +23,7 @@ mod plan;
 mod states;
 
 use crate::comm::Communicator;
-use crate::element::{Element, dispatch, with_cpu_storage};
+use crate::element::{Element, dispatch, slice, with_cpu_storage};
 use crate::error::{Error, Result};
 use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Shape, Tensor, WithDType};
 use candle_cp_kernels::{
@@ -141,12 +141,6 @@ impl CustomOp3 for DeltaRule {
         });
         Ok((Some(d_qkv), Some(d_g), Some(d_beta)))
     }
-}
-
-/// Contiguous numbers, as `delta_rule` made them.
-fn slice<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
-    let (start, end) = layout.contiguous_offsets().expect("contiguous inputs");
-    Ok(&storage.as_slice::<T>()?[start..end])
 }
 
 impl DeltaRule {

@@ -36,6 +36,12 @@ macro_rules! dispatch {
 }
 pub(crate) use dispatch;
 
+/// The numbers of a tensor that was made contiguous before.
+pub(crate) fn slice<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> candle_core::Result<&'a [T]> {
+    let (start, end) = layout.contiguous_offsets().expect("made contiguous before");
+    Ok(&storage.as_slice::<T>()?[start..end])
+}
+
 /// A `[B, H, S, D]` operand: borrowed with its strides, or copied where the last dimension is not contiguous.
 pub(crate) struct Operand<'a, T: Clone> {
     data: Cow<'a, [T]>,

@@ -9,8 +9,6 @@ use std::ops::Range;
 pub(crate) struct Piece {
     /// The rank.
     pub owner: usize,
-    /// Number of the piece among those of its owner, in local order.
-    pub number: usize,
     /// Places in the owner's slice.
     pub local: Range<usize>,
     /// Indices in the padded row; as long as `local`.
@@ -22,10 +20,10 @@ pub(crate) fn pieces(layout: &SequenceLayout) -> Vec<Piece> {
     let mut all = Vec::new();
     for owner in 0..layout.ranks() {
         let mut start = 0;
-        for (number, global) in layout.ranges(owner).iter().enumerate() {
+        for global in layout.ranges(owner) {
             let local = start..start + global.len();
             start = local.end;
-            all.push(Piece { owner, number, local, global: global.clone() });
+            all.push(Piece { owner, local, global: global.clone() });
         }
     }
     all.sort_by_key(|piece| piece.global.start);
@@ -54,14 +52,8 @@ mod tests {
         assert_eq!(owners(&SequenceLayout::head_tail(10, 2).unwrap()), [0, 1, 0]);
         // Rank 1 holds adjacent tokens in the wrong order: two pieces. Rank 2 has nothing and gets a token of padding.
         let layout = SequenceLayout::from_ranges(9, vec![vec![7..9, 0..3], vec![5..7, 3..5], vec![]]).unwrap();
-        let of = |owner, number, local, global| Piece { owner, number, local, global };
-        let expected = [
-            of(0, 1, 2..5, 0..3),
-            of(1, 1, 2..4, 3..5),
-            of(1, 0, 0..2, 5..7),
-            of(0, 0, 0..2, 7..9),
-            of(2, 0, 0..1, 9..10),
-        ];
+        let of = |owner, local, global| Piece { owner, local, global };
+        let expected = [of(0, 2..5, 0..3), of(1, 2..4, 3..5), of(1, 0..2, 5..7), of(0, 0..2, 7..9), of(2, 0..1, 9..10)];
         assert_eq!(pieces(&layout), expected);
     }
 

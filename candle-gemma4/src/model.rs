@@ -1,13 +1,13 @@
 //! The model: embeddings of the full sequence, the decoder on a rank's slice, head and loss.
 
 use candle_core::{DType, Tensor};
-use candle_cp::{CpContext, LossOptions, ShardedLabels, linear_cross_entropy};
+use candle_cp::{CpContext, ShardedLabels};
 
 use crate::config::Config;
 use crate::decoder::Decoder;
 use crate::encoders::Encoders;
 use crate::{embed, names};
-use candle_cp_layers::{Embedding, Error, Recompute, Result, Tap, Weights, wide};
+use candle_cp_layers::{Embedding, Head, Recompute, Result, Tap, Weights};
 
 /// One batch, the same on every rank.
 #[derive(Debug, Clone)]
@@ -66,8 +66,7 @@ pub struct Model {
     embedding: Embedding,
     encoders: Encoders,
     decoder: Decoder,
-    head_vh: Tensor,
-    softcap: Option<f64>,
+    head: Head,
 }
 
 impl Model {
@@ -85,8 +84,7 @@ impl Model {
             encoders: Encoders::new(config, weights)?,
             decoder: Decoder::new(config, weights)?,
             embedding,
-            head_vh,
-            softcap: config.text.final_logit_softcapping,
+            head: Head::new(head_vh, config.text.final_logit_softcapping),
         })
     }
 
@@ -142,12 +140,12 @@ impl Model {
 
     /// The head's matrix `[vocabulary, hidden]`; the embedding table itself if they are tied.
     pub fn head_vh(&self) -> &Tensor {
-        &self.head_vh
+        self.head.head_vh()
     }
 
     /// Soft cap `c` of the logits, `c * tanh(logit / c)`; `None` for no cap.
     pub fn softcap(&self) -> Option<f64> {
-        self.softcap
+        self.head.softcap()
     }
 
     /// Logits `[.., vocabulary]` in f32 (f64 for f64), soft cap applied. Meant for short inputs; training uses
@@ -156,26 +154,7 @@ impl Model {
     /// # Errors
     /// The last dimension is not the model's hidden size.
     pub fn logits(&self, hidden_bsh: &Tensor) -> Result<Tensor> {
-        let (vocab, hidden) = self.head_vh.dims2()?;
-        let mut dims = hidden_bsh.dims().to_vec();
-        let rows = hidden_bsh.elem_count() / hidden;
-        match dims.last_mut() {
-            Some(last) if *last == hidden => *last = vocab,
-            _ => {
-                return Err(Error::Input {
-                    name: "hidden states",
-                    found: format!("{dims:?}"),
-                    expected: format!("[.., {hidden}]"),
-                });
-            }
-        }
-        let flat = hidden_bsh.reshape((rows, hidden))?;
-        let logits = flat.matmul(&self.head_vh.t()?)?.to_dtype(wide(hidden_bsh.dtype()))?;
-        let logits = match self.softcap {
-            Some(cap) => ((logits / cap)?.tanh()? * cap)?,
-            None => logits,
-        };
-        Ok(logits.reshape(dims)?)
+        self.head.logits(hidden_bsh)
     }
 
     /// This rank's share of the mean loss: the sum of its tokens' cross entropies over the number of labels in the
@@ -184,8 +163,6 @@ impl Model {
     /// # Errors
     /// Hidden states and labels do not have the same number of tokens.
     pub fn loss(&self, hidden: &Tensor, labels: &ShardedLabels) -> Result<Tensor> {
-        let mut options = LossOptions::new(labels.count as f64);
-        options.softcap = self.softcap;
-        Ok(linear_cross_entropy(hidden, &self.head_vh, &labels.labels_bs, &options)?)
+        self.head.loss(hidden, labels)
     }
 }

@@ -1,13 +1,13 @@
 //! The model: embeddings of the full sequence, the decoder on a rank's slice, head and loss.
 
 use candle_core::{DType, Tensor};
-use candle_cp::{CpContext, LossOptions, ShardedLabels, linear_cross_entropy};
+use candle_cp::{CpContext, ShardedLabels};
 
 use crate::config::Config;
 use crate::decoder::Decoder;
 use crate::names;
 use crate::vision::VisionTower;
-use candle_cp_layers::{Embedding, EmbeddingSettings, Error, Features, Media, Recompute, Result, Tap, Weights, wide};
+use candle_cp_layers::{Embedding, EmbeddingSettings, Error, Features, Head, Media, Recompute, Result, Tap, Weights};
 
 /// One batch, the same on every rank.
 #[derive(Debug, Clone)]
@@ -57,7 +57,7 @@ pub struct Model {
     embedding: Embedding,
     vision: Option<VisionTower>,
     decoder: Decoder,
-    head_vh: Tensor,
+    head: Head,
 }
 
 impl Model {
@@ -69,6 +69,10 @@ impl Model {
         let text = &config.text;
         let shape = [text.vocab_size, text.hidden_size];
         let table_vh = weights.get(&names::embed_tokens(config), &shape)?;
+        let head_vh = match config.tie_word_embeddings {
+            true => table_vh.clone(),
+            false => weights.get(names::LM_HEAD, &shape)?,
+        };
         let settings = EmbeddingSettings {
             vocab_size: text.vocab_size,
             vocab_setting: "vocab_size",
@@ -79,10 +83,7 @@ impl Model {
         Ok(Self {
             vision: vision.transpose()?,
             decoder: Decoder::new(config, weights)?,
-            head_vh: match config.tie_word_embeddings {
-                true => table_vh.clone(),
-                false => weights.get(names::LM_HEAD, &shape)?,
-            },
+            head: Head::new(head_vh, None),
             embedding: Embedding::new(table_vh, 1.0, settings),
         })
     }
@@ -174,7 +175,7 @@ impl Model {
 
     /// The head's matrix `[vocabulary, hidden]`; the embedding table itself if they are tied.
     pub fn head_vh(&self) -> &Tensor {
-        &self.head_vh
+        self.head.head_vh()
     }
 
     /// Logits `[.., vocabulary]` in f32 (f64 for f64). Meant for short inputs; training uses [`Model::loss`], which never
@@ -183,22 +184,7 @@ impl Model {
     /// # Errors
     /// The last dimension is not the model's hidden size.
     pub fn logits(&self, hidden_bsh: &Tensor) -> Result<Tensor> {
-        let (vocab, hidden) = self.head_vh.dims2()?;
-        let mut dims = hidden_bsh.dims().to_vec();
-        let rows = hidden_bsh.elem_count() / hidden;
-        match dims.last_mut() {
-            Some(last) if *last == hidden => *last = vocab,
-            _ => {
-                return Err(Error::Input {
-                    name: "hidden states",
-                    found: format!("{dims:?}"),
-                    expected: format!("[.., {hidden}]"),
-                });
-            }
-        }
-        let flat = hidden_bsh.reshape((rows, hidden))?;
-        let logits = flat.matmul(&self.head_vh.t()?)?.to_dtype(wide(hidden_bsh.dtype()))?;
-        Ok(logits.reshape(dims)?)
+        self.head.logits(hidden_bsh)
     }
 
     /// This rank's share of the mean loss: the sum of its tokens' cross entropies over the number of labels in the
@@ -207,7 +193,6 @@ impl Model {
     /// # Errors
     /// Hidden states and labels do not have the same number of tokens.
     pub fn loss(&self, hidden: &Tensor, labels: &ShardedLabels) -> Result<Tensor> {
-        let options = LossOptions::new(labels.count as f64);
-        Ok(linear_cross_entropy(hidden, &self.head_vh, &labels.labels_bs, &options)?)
+        self.head.loss(hidden, labels)
     }
 }

@@ -44,7 +44,7 @@ impl MoeBlock {
     /// DIFFERENCE: Hugging Face forms the logits in the model's type; in a short one many of them would be equal.
     fn route(&self, x_bsh: &Tensor, real: &RealRows) -> Result<Routing> {
         let hidden = self.router.weight_oi.dim(1)?;
-        let logits = |x_rh: &Tensor| logits(&real.narrow(&self.router), x_rh);
+        let logits = |x_rh: &Tensor| logits(&self.router, x_rh);
         Ok(Routing::new(x_bsh, real, [hidden, self.top_k], logits, |weights_rk, _| Ok(weights_rk))?)
     }
 

@@ -18,7 +18,7 @@ fn encoder(tokenizer: &Path, template: &str) -> ChatEncoder {
 }
 
 fn qwen(template: &Path) -> ChatEncoder {
-    encoder(&data("qwen3_5-tokenizer"), &std::fs::read_to_string(template).unwrap())
+    encoder(&fixture("qwen3_5-dense/checkpoint"), &std::fs::read_to_string(template).unwrap())
 }
 
 fn gemma() -> ChatEncoder {

@@ -130,7 +130,7 @@ fn gemma() -> Family {
 }
 
 fn qwen() -> Family {
-    let tokenizer = data("qwen3_5-tokenizer");
+    let tokenizer = fixture("qwen3_5-dense/checkpoint");
     Family { tokenizer, placeholder: "<|image_pad|>", picture: "<|image_pad|><|image_pad|>" }
 }
 

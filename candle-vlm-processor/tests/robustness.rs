@@ -114,7 +114,7 @@ fn changed(bytes: &[u8], changes: &[Change]) -> Vec<u8> {
 
 /// The templates of these tests and of the fixtures, with the tokenizer that belongs to each.
 fn templates() -> Vec<(PathBuf, PathBuf)> {
-    let (gemma, qwen) = (fixture("gemma4-dense/checkpoint"), data("qwen3_5-tokenizer"));
+    let (gemma, qwen) = (fixture("gemma4-dense/checkpoint"), fixture("qwen3_5-dense/checkpoint"));
     let ours = |name: &str| data("chat-templates").join(name);
     vec![
         (gemma.join("chat_template.jinja"), gemma.clone()),

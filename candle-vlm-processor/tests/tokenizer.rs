@@ -3,12 +3,13 @@
 mod support;
 
 use candle_vlm_processor::TextTokenizer;
-use support::{data, fixture, json};
+use support::{fixture, json};
 
 #[test]
 fn ids_equal_those_of_transformers() {
     let cases = json(&fixture("tokenizer_cases.json"));
-    let folders = [("gemma4-dense", fixture("gemma4-dense/checkpoint")), ("qwen3_5-dense", data("qwen3_5-tokenizer"))];
+    let folders =
+        [("gemma4-dense", fixture("gemma4-dense/checkpoint")), ("qwen3_5-dense", fixture("qwen3_5-dense/checkpoint"))];
     for (name, folder) in folders {
         let tokenizer = TextTokenizer::from_folder(&folder).unwrap();
         let cases = cases[name].as_array().unwrap();

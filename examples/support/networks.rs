@@ -6,7 +6,8 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_cp::{CpContext, LayerWork, MaskRule, ShardedLabels};
-use candle_gemma4::{CONFIG_FILE, Tap, Weights, vision_groups};
+use candle_finetune::family;
+use candle_gemma4::{Tap, Weights, vision_groups};
 use candle_vlm_processor::qwen3_5::{image_runs, mrope_positions};
 
 use crate::case::{Case, Rows, Tensors};
@@ -82,17 +83,10 @@ pub trait Network {
 /// # Errors
 /// There is none, or it has settings that the family does not support.
 pub fn read_family(folder: &Path) -> Result<Arc<dyn Family>> {
-    // What lacks a type is left to Gemma 4's own message, which lists the types that it has.
-    let text = std::fs::read_to_string(folder.join(CONFIG_FILE)).unwrap_or_default();
-    let json: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
-    match json.get("model_type").and_then(serde_json::Value::as_str) {
-        Some(name) if name.starts_with("qwen3_5") => Ok(Arc::new(candle_qwen3_5::Config::from_folder(folder)?)),
-        Some(name) if !name.starts_with("gemma4") => {
-            let (folder, found) = (folder.to_path_buf(), name.to_string());
-            Err(candle_finetune::Error::UnknownFamily { folder, found }.into())
-        }
-        _ => Ok(Arc::new(candle_gemma4::Config::from_folder(folder)?)),
-    }
+    Ok(match family::Family::of_folder(folder)? {
+        family::Family::Gemma4 => Arc::new(candle_gemma4::Config::from_folder(folder)?),
+        family::Family::Qwen3_5 => Arc::new(candle_qwen3_5::Config::from_folder(folder)?),
+    })
 }
 
 fn ids_bs(case: &Case) -> Result<Tensor> {

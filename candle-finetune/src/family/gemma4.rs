@@ -9,9 +9,9 @@ use candle_cp_layers::{Placeholders, Recompute, Weights};
 use candle_gemma4::{Config, Inputs, Model};
 use candle_vlm_processor::{Gemma4ImageSettings, ImagePatches, ImageSettings, PatchLayout};
 
-use super::{TokenIds, Turns, VlmConfig, VlmModel};
+use super::{TokenIds, Turns, VlmConfig, VlmModel, check_settings};
 use crate::encoder::or_missing;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::packing::Batch;
 
 /// Position of a patch that is padding.
@@ -57,7 +57,7 @@ impl VlmConfig for Config {
         match or_missing(Gemma4ImageSettings::from_folder(folder))? {
             Err(reason) => Ok(Err(reason)),
             Ok(settings) => {
-                check_settings(&settings, &model)?;
+                check_settings(told(&settings), told(&model))?;
                 Ok(Ok(Box::new(settings)))
             }
         }
@@ -142,32 +142,13 @@ fn settings(config: &Config) -> Option<Gemma4ImageSettings> {
     })
 }
 
-fn check_settings(found: &Gemma4ImageSettings, model: &Gemma4ImageSettings) -> Result<()> {
-    let shape = |s: &Gemma4ImageSettings| (s.patch_size, s.pooling_kernel_size, s.layout);
-    match shape(found) == shape(model) {
-        true => Ok(()),
-        false => {
-            let tell = |s: &Gemma4ImageSettings| {
-                format!(
-                    "patch_size {}, pooling_kernel_size {}, patches for a {}",
-                    s.patch_size,
-                    s.pooling_kernel_size,
-                    match s.layout {
-                        candle_vlm_processor::PatchLayout::Tower => "vision tower",
-                        candle_vlm_processor::PatchLayout::Merged => "unified model",
-                    }
-                )
-            };
-            Err(Error::Task {
-                task: "pictures",
-                reason: format!(
-                    "the processor's files say {}, but config.json says {}; take both from one checkpoint",
-                    tell(found),
-                    tell(model)
-                ),
-            })
-        }
-    }
+fn told(settings: &Gemma4ImageSettings) -> String {
+    let layout = match settings.layout {
+        PatchLayout::Tower => "vision tower",
+        PatchLayout::Merged => "unified model",
+    };
+    let (patch, pool) = (settings.patch_size, settings.pooling_kernel_size);
+    format!("patch_size {patch}, pooling_kernel_size {pool}, patches for a {layout}")
 }
 
 /// `pixel_values [images, patches, patch_dim]` and `image_position_ids [images, patches, 2]` of pictures, which may

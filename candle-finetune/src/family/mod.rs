@@ -59,22 +59,32 @@ impl Family {
         })
     }
 
-    /// Reads the configuration of a checkpoint folder; its `model_type` tells the family.
+    /// The family of a checkpoint folder, by the `model_type` of its configuration. What names none is left to the model
+    /// crate of Gemma 4, whose messages list the types that it has.
+    ///
+    /// # Errors
+    /// It is of no family that the recipe knows.
+    pub fn of_folder(folder: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(folder.join(CONFIG_FILE)).unwrap_or_default();
+        let json: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+        match json.get("model_type").and_then(serde_json::Value::as_str) {
+            Some(name) if name.starts_with("qwen3_5") => Ok(Self::Qwen3_5),
+            Some(name) if !name.starts_with("gemma4") => {
+                Err(Error::UnknownFamily { folder: folder.to_path_buf(), found: name.to_string() })
+            }
+            _ => Ok(Self::Gemma4),
+        }
+    }
+
+    /// Reads the configuration of a checkpoint folder, see [`Family::of_folder`].
     ///
     /// # Errors
     /// There is none, it is of no family that the recipe knows, or the model crate refuses it.
     pub fn read(folder: &Path) -> Result<Arc<dyn VlmConfig>> {
-        // What lacks a known type is left to a family's own messages, which list the types that it has.
-        let text = std::fs::read_to_string(folder.join(CONFIG_FILE)).unwrap_or_default();
-        let json: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
-        let found = json.get("model_type").and_then(serde_json::Value::as_str);
-        match found {
-            Some(name) if name.starts_with("qwen3_5") => Ok(Arc::new(candle_qwen3_5::Config::from_folder(folder)?)),
-            Some(name) if !name.starts_with("gemma4") => {
-                Err(Error::UnknownFamily { folder: folder.to_path_buf(), found: name.to_string() })
-            }
-            _ => Ok(Arc::new(candle_gemma4::Config::from_folder(folder)?)),
-        }
+        Ok(match Self::of_folder(folder)? {
+            Self::Gemma4 => Arc::new(candle_gemma4::Config::from_folder(folder)?),
+            Self::Qwen3_5 => Arc::new(candle_qwen3_5::Config::from_folder(folder)?),
+        })
     }
 }
 
@@ -196,4 +206,17 @@ pub trait VlmModel: Debug + Send + Sync {
     /// # Errors
     /// Another hidden size.
     fn logits(&self, hidden: &Tensor) -> Result<Tensor>;
+}
+
+/// Fails if a processor's files say something else about patches than the model's configuration, both told as text.
+fn check_settings(processor: String, model: String) -> Result<()> {
+    match processor == model {
+        true => Ok(()),
+        false => Err(Error::Task {
+            task: "pictures",
+            reason: format!(
+                "the processor's files say {processor}, but config.json says {model}; take both from one checkpoint"
+            ),
+        }),
+    }
 }

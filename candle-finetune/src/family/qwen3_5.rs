@@ -9,10 +9,10 @@ use candle_cp_layers::{Placeholders, Recompute, Weights};
 use candle_qwen3_5::{Config, Inputs, Model};
 use candle_vlm_processor::{ImagePatches, ImageSettings, Qwen3_5ImageSettings};
 
-use super::{TokenIds, Turns, VlmConfig, VlmModel};
+use super::{TokenIds, Turns, VlmConfig, VlmModel, check_settings};
 use crate::device::ComputeDevice;
 use crate::encoder::or_missing;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::packing::Batch;
 
 /// Pixels of pictures in released checkpoints, which bring pictures into -1..1.
@@ -53,7 +53,7 @@ impl VlmConfig for Config {
         match or_missing(Qwen3_5ImageSettings::from_folder(folder))? {
             Err(reason) => Ok(Err(reason)),
             Ok(settings) => {
-                check_settings(&settings, &model)?;
+                check_settings(told(&settings), told(&model))?;
                 Ok(Ok(Box::new(settings)))
             }
         }
@@ -154,25 +154,9 @@ fn settings(config: &Config) -> Option<Qwen3_5ImageSettings> {
     })
 }
 
-fn check_settings(found: &Qwen3_5ImageSettings, model: &Qwen3_5ImageSettings) -> Result<()> {
-    let shape = |s: &Qwen3_5ImageSettings| (s.patch_size, s.temporal_patch_size, s.merge_size);
-    match shape(found) == shape(model) {
-        true => Ok(()),
-        false => {
-            let tell = |s: &Qwen3_5ImageSettings| {
-                let (patch, time, merge) = shape(s);
-                format!("patch_size {patch}, temporal_patch_size {time}, merge_size {merge}")
-            };
-            Err(Error::Task {
-                task: "pictures",
-                reason: format!(
-                    "the processor's files say {}, but config.json says {}; take both from one checkpoint",
-                    tell(found),
-                    tell(model)
-                ),
-            })
-        }
-    }
+fn told(settings: &Qwen3_5ImageSettings) -> String {
+    let (patch, time, merge) = (settings.patch_size, settings.temporal_patch_size, settings.merge_size);
+    format!("patch_size {patch}, temporal_patch_size {time}, merge_size {merge}")
 }
 
 /// `pixel_values [patches of all pictures, patch_dim]` and `image_grid_thw [pictures, 3]`, the grids on the CPU. `None`
