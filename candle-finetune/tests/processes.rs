@@ -107,6 +107,14 @@ impl Communicator for OnCpu {
         self.0.size()
     }
 
+    fn world_rank(&self, rank: usize) -> usize {
+        self.0.world_rank(rank)
+    }
+
+    fn split(&self, color: usize) -> candle_cp::Result<Arc<dyn Communicator>> {
+        Ok(Arc::new(Self(self.0.split(color)?)))
+    }
+
     fn next_call(&self) -> u64 {
         self.0.next_call()
     }

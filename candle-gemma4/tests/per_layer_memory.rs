@@ -37,6 +37,14 @@ impl Communicator for Silent {
         self.size
     }
 
+    fn world_rank(&self, rank: usize) -> usize {
+        rank
+    }
+
+    fn split(&self, _: usize) -> candle_cp::Result<Arc<dyn Communicator>> {
+        panic!("per-layer embeddings need no group")
+    }
+
     fn next_call(&self) -> u64 {
         self.calls.fetch_add(1, Ordering::Relaxed)
     }

@@ -3,6 +3,7 @@
 use super::{CommStats, Communicator, Expected, Pending, Tag};
 use crate::error::{Error, Result};
 use candle_core::Tensor;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// One rank alone: collectives return their input, there is nobody to exchange with.
@@ -25,6 +26,15 @@ impl Communicator for Local {
 
     fn size(&self) -> usize {
         1
+    }
+
+    fn world_rank(&self, rank: usize) -> usize {
+        assert_eq!(rank, 0, "a group of one");
+        0
+    }
+
+    fn split(&self, _color: usize) -> Result<Arc<dyn Communicator>> {
+        Ok(Arc::new(Self::new()))
     }
 
     fn next_call(&self) -> u64 {

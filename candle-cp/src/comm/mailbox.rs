@@ -1,5 +1,6 @@
 //! Mailboxes between rank threads.
 
+use super::group::Channel;
 use super::{Expected, Tag};
 use crate::error::{Error, Result};
 use candle_core::Tensor;
@@ -19,8 +20,8 @@ struct Message {
 
 #[derive(Default)]
 struct State {
-    /// Messages from (sender) to (receiver), in the order they were sent.
-    queues: BTreeMap<(usize, usize), VecDeque<Message>>,
+    /// Messages by sender, receiver and channel, in the order they were sent.
+    queues: BTreeMap<(usize, usize, Channel), VecDeque<Message>>,
     /// The first rank that failed, and its error.
     failure: Option<(usize, String)>,
     /// Ranks that have returned.
@@ -72,20 +73,22 @@ impl World {
         self.lock().failure.clone()
     }
 
-    pub fn send(&self, from: usize, to: usize, tag: Tag, tensor: Tensor) -> Result<Taken> {
+    /// Puts a message on its way: from, to, channel.
+    pub fn send(&self, way: (usize, usize, Channel), tag: Tag, tensor: Tensor) -> Result<Taken> {
+        let (from, to, _) = way;
         let taken = Taken::default();
         let mut state = self.lock();
         check_failure(&state, &Wait { rank: from, peer: to, tag, expected: None })?;
-        state.queues.entry((from, to)).or_default().push_back(Message { tag, tensor, taken: taken.clone() });
+        state.queues.entry(way).or_default().push_back(Message { tag, tensor, taken: taken.clone() });
         drop(state);
         self.changed[to].notify_all();
         Ok(taken)
     }
 
-    /// The next message from `wait.peer`, checked against the tag and what was expected.
-    pub fn receive(&self, wait: &Wait) -> Result<Tensor> {
+    /// The next message from `wait.peer` on a channel, checked against the tag and what was expected.
+    pub fn receive(&self, wait: &Wait, channel: Channel) -> Result<Tensor> {
         let message = self.wait_for(wait, |state| {
-            let message = state.queues.get_mut(&(wait.peer, wait.rank))?.pop_front()?;
+            let message = state.queues.get_mut(&(wait.peer, wait.rank, channel))?.pop_front()?;
             // Under the lock: between a sender's look at the flag and its sleep, the wake-up would be lost.
             message.taken.store(true, Ordering::Release);
             Some(message)

@@ -1,22 +1,30 @@
 //! How ranks talk: a small trait, one rank alone, ranks as threads, and how ranks that are processes meet.
 
+mod collectives;
+mod counters;
+mod group;
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+mod header;
 pub mod lifeline;
 mod local;
 mod mailbox;
+mod mesh;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 pub mod rendezvous;
 pub mod threads;
 
+pub use collectives::{Gathering, Reducing, share};
+pub(crate) use counters::{Alive, Counters};
+pub use counters::{CommStats, Counter};
 pub use local::Local;
+pub use mesh::Mesh;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use candle_core::{DType, Tensor};
 use std::any::Any;
-use std::collections::BTreeMap;
 use std::fmt::{self, Debug};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::Arc;
 
 /// What a message is for. Counters are kept per kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -35,6 +43,8 @@ pub enum Traffic {
     HaloGradient,
     /// Sums over ranks.
     AllReduce,
+    /// Sums over ranks of which each rank keeps its share.
+    ReduceScatter,
     /// Gathered slices.
     Gather,
     /// From one rank to all.
@@ -81,7 +91,7 @@ pub struct Received {
 }
 
 /// An exchange that was posted.
-pub trait Pending {
+pub trait Pending: Send {
     /// Waits until the expected message is here and the sent one has been taken. `None` if nothing was expected.
     ///
     /// # Errors
@@ -89,52 +99,10 @@ pub trait Pending {
     fn wait(self: Box<Self>) -> Result<Option<Received>>;
 }
 
-/// Bytes, messages and waits of one kind of traffic, since the communicator was made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Counter {
-    /// Messages sent by this rank.
-    pub messages_sent: usize,
-    /// Bytes sent by this rank.
-    pub bytes_sent: usize,
-    /// Bytes received by this rank.
-    pub bytes_received: usize,
-    /// Bytes of received tensors and of sent ones not yet taken, now.
-    pub bytes_alive: usize,
-    /// The largest value that `bytes_alive` had.
-    pub peak_bytes_alive: usize,
-    /// Time in [`Pending::wait`]: this rank could not go on for want of its peers.
-    pub waited: Duration,
-}
-
-/// Counters by kind of traffic.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct CommStats(BTreeMap<Traffic, Counter>);
-
-impl CommStats {
-    /// Counter of one kind; zeros if there was no such traffic.
-    pub fn of(&self, traffic: Traffic) -> Counter {
-        self.0.get(&traffic).copied().unwrap_or_default()
-    }
-
-    /// Bytes sent, all kinds.
-    pub fn bytes_sent(&self) -> usize {
-        self.0.values().map(|c| c.bytes_sent).sum()
-    }
-
-    /// Time in [`Pending::wait`], all kinds: point to point, collectives and barriers.
-    pub fn waited(&self) -> Duration {
-        self.0.values().map(|c| c.waited).sum()
-    }
-
-    fn entry(&mut self, traffic: Traffic) -> &mut Counter {
-        self.0.entry(traffic).or_default()
-    }
-}
-
 /// A group of ranks. Every rank has to make the same calls in the same order.
 ///
 /// Collectives are built on [`Communicator::exchange`]; a backend may replace them by its own.
-pub trait Communicator: Send + Sync + Debug {
+pub trait Communicator: Send + Sync + Debug + AsCommunicator {
     /// This rank, `0..size`.
     fn rank(&self) -> usize;
 
@@ -164,41 +132,34 @@ pub trait Communicator: Send + Sync + Debug {
         None
     }
 
+    /// Number of a rank of this group among all ranks that were started together; error texts use it.
+    ///
+    /// # Panics
+    /// The group has no such rank.
+    fn world_rank(&self, rank: usize) -> usize;
+
+    /// Cuts the group into smaller ones: ranks that give the same `color` are together, in the order of their ranks here.
+    /// Messages of different groups do not get in each other's way, even between the same two ranks; counters and failures
+    /// are those of the rank as a whole, shared by all of its groups. Every rank has to call it.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_gather`].
+    fn split(&self, color: usize) -> Result<Arc<dyn Communicator>>;
+
+    /// Starts to collect the slices of all ranks; they may differ in size along `dim` only.
+    ///
+    /// # Errors
+    /// A group that has already failed.
+    fn start_all_gather(&self, x: &Tensor, dim: usize, traffic: Traffic) -> Result<Gathering> {
+        Gathering::start(self.me(), x, dim, traffic)
+    }
+
     /// Slices of all ranks, in rank order; they may differ in size along `dim` only.
     ///
     /// # Errors
     /// As [`Pending::wait`].
     fn all_gather_uneven(&self, x: &Tensor, dim: usize, traffic: Traffic) -> Result<Vec<Tensor>> {
-        let (rank, size, call) = (self.rank(), self.size(), self.next_call());
-        let x = x.detach().contiguous()?;
-        let mut pending = Vec::with_capacity(size);
-        for step in 1..size {
-            let from = (rank + size - step) % size;
-            let expected = Expected { from, shape: None, dtype: x.dtype() };
-            let tag = Tag { traffic, call, step };
-            let exchange = self.exchange(tag, Some(((rank + step) % size, x.clone())), Some(expected))?;
-            pending.push((tag, from, exchange));
-        }
-        let mut slices = vec![x.clone(); size];
-        for (tag, from, exchange) in pending {
-            let received = exchange.wait()?.expect("a message was expected").tensor;
-            let same = |t: &Tensor| t.dims().iter().enumerate().filter(|(i, _)| *i != dim).map(|(_, &n)| n).collect();
-            let (mine, theirs): (Vec<usize>, Vec<usize>) = (same(&x), same(&received));
-            if mine != theirs || x.rank() != received.rank() {
-                return Err(Error::Mismatch {
-                    rank,
-                    operation: tag.to_string(),
-                    peer: from,
-                    expected: match dim < x.rank() {
-                        true => format!("{:?} up to dimension {dim}", x.dims()),
-                        false => format!("{:?}", x.dims()),
-                    },
-                    sent: format!("{:?}", received.dims()),
-                });
-            }
-            slices[from] = received;
-        }
-        Ok(slices)
+        self.start_all_gather(x, dim, traffic)?.finish()
     }
 
     /// Tensors of one shape from all ranks, in rank order.
@@ -209,37 +170,32 @@ pub trait Communicator: Send + Sync + Debug {
         self.all_gather_uneven(x, usize::MAX, Traffic::Gather)
     }
 
+    /// Starts a sum over ranks of which this rank gets its [`share`] of the elements, in one dimension. The sums have the
+    /// bits of [`Communicator::all_reduce_sum`].
+    ///
+    /// # Errors
+    /// A group that has already failed.
+    fn start_reduce_scatter(&self, x: &Tensor, traffic: Traffic) -> Result<Reducing> {
+        Reducing::start(self.me(), x, traffic)
+    }
+
+    /// This rank's [`share`] of the sum over ranks, in one dimension, as [`Communicator::start_reduce_scatter`].
+    ///
+    /// # Errors
+    /// As [`Pending::wait`].
+    fn reduce_scatter_sum(&self, x: &Tensor) -> Result<Tensor> {
+        self.start_reduce_scatter(x, Traffic::ReduceScatter)?.finish()
+    }
+
     /// The sum over ranks, the same bits on every rank: each element is added up once, in rank order.
     ///
     /// # Errors
     /// As [`Communicator::all_gather`].
     fn all_reduce_sum(&self, x: &Tensor) -> Result<Tensor> {
-        let (rank, size) = (self.rank(), self.size());
-        if size == 1 {
+        if self.size() == 1 {
             return Ok(x.detach());
         }
-        let flat = x.detach().contiguous()?.flatten_all()?;
-        let count = flat.elem_count();
-        let part = |r: usize| (r * count / size, (r + 1) * count / size - r * count / size);
-        let call = self.next_call();
-        let mut pending = Vec::with_capacity(size);
-        for step in 1..size {
-            let (to, from) = ((rank + step) % size, (rank + size - step) % size);
-            let ((start, len), expected) = (part(to), vec![part(rank).1]);
-            let send = flat.narrow(0, start, len)?.contiguous()?;
-            let expected = Expected { from, shape: Some(expected), dtype: x.dtype() };
-            let tag = Tag { traffic: Traffic::AllReduce, call, step };
-            pending.push((from, self.exchange(tag, Some((to, send)), Some(expected))?));
-        }
-        let (start, len) = part(rank);
-        let mut parts = vec![flat.narrow(0, start, len)?; size];
-        for (from, exchange) in pending {
-            parts[from] = exchange.wait()?.expect("a message was expected").tensor;
-        }
-        let mut sum = parts[0].clone();
-        for part in &parts[1..] {
-            sum = (&sum + part)?;
-        }
+        let sum = self.start_reduce_scatter(x, Traffic::AllReduce)?.finish()?;
         let sums = self.all_gather_uneven(&sum, 0, Traffic::AllReduce)?;
         Ok(Tensor::cat(&sums, 0)?.reshape(x.shape())?)
     }
@@ -277,68 +233,14 @@ pub trait Communicator: Send + Sync + Debug {
     }
 }
 
-/// Counters shared with the guards of received tensors.
-#[derive(Debug, Default)]
-pub(crate) struct Counters(Mutex<CommStats>);
-
-impl Counters {
-    pub fn snapshot(&self) -> CommStats {
-        self.lock().clone()
-    }
-
-    pub fn sent(&self, traffic: Traffic, bytes: usize) {
-        let mut stats = self.lock();
-        let counter = stats.entry(traffic);
-        counter.messages_sent += 1;
-        counter.bytes_sent += bytes;
-    }
-
-    pub fn received(&self, traffic: Traffic, bytes: usize) {
-        self.lock().entry(traffic).bytes_received += bytes;
-    }
-
-    pub fn waited(&self, traffic: Traffic, time: Duration) {
-        self.lock().entry(traffic).waited += time;
-    }
-
-    pub fn grow(&self, traffic: Traffic, bytes: usize) {
-        let mut stats = self.lock();
-        let counter = stats.entry(traffic);
-        counter.bytes_alive += bytes;
-        counter.peak_bytes_alive = counter.peak_bytes_alive.max(counter.bytes_alive);
-    }
-
-    pub fn shrink(&self, traffic: Traffic, bytes: usize) {
-        self.lock().entry(traffic).bytes_alive -= bytes;
-    }
-
-    // Plain numbers: a panic elsewhere cannot leave them half-written in a way that matters.
-    fn lock(&self) -> std::sync::MutexGuard<'_, CommStats> {
-        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
+/// Any communicator as a trait object, for the methods that a backend may leave as they are.
+pub trait AsCommunicator {
+    /// Itself.
+    fn me(&self) -> &dyn Communicator;
 }
 
-/// Counts a tensor's bytes as alive until it is dropped.
-pub(crate) struct Alive {
-    counters: Arc<Counters>,
-    traffic: Traffic,
-    bytes: usize,
-}
-
-impl Alive {
-    pub fn new(counters: &Arc<Counters>, traffic: Traffic, tensor: &Tensor) -> Self {
-        let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
-        counters.grow(traffic, bytes);
-        Self { counters: counters.clone(), traffic, bytes }
-    }
-
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-}
-
-impl Drop for Alive {
-    fn drop(&mut self) {
-        self.counters.shrink(self.traffic, self.bytes);
+impl<T: Communicator> AsCommunicator for T {
+    fn me(&self) -> &dyn Communicator {
+        self
     }
 }

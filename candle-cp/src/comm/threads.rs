@@ -1,13 +1,13 @@
 //! Ranks as threads of one process: no set-up, nothing is copied.
 
+use super::group::{Channel, Group, Transport};
 use super::mailbox::{Taken, Wait, World};
-use super::{Alive, CommStats, Communicator, Counters, Expected, Pending, Received, Tag};
+use super::{Alive, Communicator, Counters, Expected, Pending, Received, Tag};
 use crate::error::{Error, Result};
 use candle_core::Tensor;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -97,13 +97,8 @@ where
     E: Into<BoxError>,
     F: Fn(Arc<dyn Communicator>) -> std::result::Result<T, E>,
 {
-    let comm = Arc::new(ThreadRank {
-        rank,
-        size,
-        world: world.clone(),
-        counters: Arc::new(Counters::default()),
-        calls: AtomicU64::new(0),
-    });
+    let transport = Arc::new(ThreadRank { rank, size, world: world.clone(), counters: Arc::default() });
+    let comm = Arc::new(Group::world(transport));
     let result = catch_unwind(AssertUnwindSafe(|| f(comm).map_err(Into::into)))
         .unwrap_or_else(|panic| Err(format!("panicked: {}", panic_text(panic.as_ref())).into()));
     match &result {
@@ -118,61 +113,44 @@ fn panic_text(panic: &(dyn Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
 }
 
-/// One rank of a group of threads.
+/// One of several threads.
 struct ThreadRank {
     rank: usize,
     size: usize,
     world: Arc<World>,
     counters: Arc<Counters>,
-    calls: AtomicU64,
 }
 
 impl std::fmt::Debug for ThreadRank {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        write!(f, "rank {} of {} threads", self.rank, self.size)
+        write!(f, "thread {} of {}", self.rank, self.size)
     }
 }
 
-impl ThreadRank {
-    fn check_peer(&self, peer: usize) -> Result<()> {
-        if peer < self.size && peer != self.rank {
-            return Ok(());
-        }
-        let allowed = format!("rank {} of {} can talk to the other ranks", self.rank, self.size);
-        Err(Error::argument("peer", peer, allowed, "use a rank of the group"))
-    }
-}
-
-impl Communicator for ThreadRank {
-    fn rank(&self) -> usize {
-        self.rank
+impl Transport for ThreadRank {
+    fn place(&self) -> (usize, usize) {
+        (self.rank, self.size)
     }
 
-    fn size(&self) -> usize {
-        self.size
-    }
-
-    fn next_call(&self) -> u64 {
-        self.calls.fetch_add(1, Ordering::Relaxed)
-    }
-
-    fn exchange(&self, tag: Tag, send: Option<(usize, Tensor)>, receive: Option<Expected>) -> Result<Box<dyn Pending>> {
+    fn post(
+        &self,
+        channel: Channel,
+        tag: Tag,
+        send: Option<(usize, Tensor)>,
+        receive: Option<Expected>,
+    ) -> Result<Box<dyn Pending>> {
         let mut sent = None;
         if let Some((to, tensor)) = send {
-            self.check_peer(to)?;
             let guard = Alive::new(&self.counters, tag.traffic, &tensor);
             self.counters.sent(tag.traffic, guard.bytes());
-            sent = Some((to, self.world.send(self.rank, to, tag, tensor)?, guard));
-        }
-        if let Some(expected) = &receive {
-            self.check_peer(expected.from)?;
+            sent = Some((to, self.world.send((self.rank, to, channel), tag, tensor)?, guard));
         }
         let (world, counters) = (self.world.clone(), self.counters.clone());
-        Ok(Box::new(ThreadPending { rank: self.rank, world, counters, tag, sent, receive }))
+        Ok(Box::new(ThreadPending { rank: self.rank, world, counters, channel, tag, sent, receive }))
     }
 
-    fn stats(&self) -> CommStats {
-        self.counters.snapshot()
+    fn counters(&self) -> &Arc<Counters> {
+        &self.counters
     }
 
     fn abort(&self, reason: &str) {
@@ -188,6 +166,7 @@ struct ThreadPending {
     rank: usize,
     world: Arc<World>,
     counters: Arc<Counters>,
+    channel: Channel,
     tag: Tag,
     sent: Option<(usize, Taken, Alive)>,
     receive: Option<Expected>,
@@ -206,7 +185,7 @@ impl ThreadPending {
     fn take(&self) -> Result<Option<Received>> {
         let received = self.receive.as_ref().map(|expected| {
             let wait = Wait { rank: self.rank, peer: expected.from, tag: self.tag, expected: Some(expected) };
-            let tensor = self.world.receive(&wait)?;
+            let tensor = self.world.receive(&wait, self.channel)?;
             let alive = Alive::new(&self.counters, self.tag.traffic, &tensor);
             self.counters.received(self.tag.traffic, alive.bytes());
             Ok::<_, Error>(Received { tensor, _alive: Box::new(alive) })

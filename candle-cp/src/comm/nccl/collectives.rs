@@ -1,9 +1,9 @@
 //! Collectives: all ranks agree on what they do, then NCCL does it.
 
 use super::NcclRank;
-use super::header::{self, Header};
 use super::link::About;
 use super::tensors::{self, Landing};
+use crate::comm::header::{self, Header};
 use crate::comm::{Tag, Traffic};
 use crate::error::Result;
 use candle_core::{DType, Device, Tensor};

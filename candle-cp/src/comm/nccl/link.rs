@@ -1,7 +1,7 @@
 //! One NCCL communicator on a stream of its own: posting work, waiting for it within a deadline, giving up.
 
-use super::header::{HEADER_LEN, Header};
 use super::library::{Code, Library, RawComm, RawStream, UniqueId};
+use crate::comm::header::{HEADER_LEN, Header};
 use crate::comm::lifeline::Lifeline;
 use crate::error::{Error, Result};
 use candle_core::cuda_backend::CudaDevice;

@@ -37,7 +37,6 @@
 //! counted. Tensors of collectives are not counted as alive.
 
 mod collectives;
-mod header;
 mod library;
 mod link;
 mod pending;

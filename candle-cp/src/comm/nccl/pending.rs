@@ -1,9 +1,9 @@
 //! Point-to-point exchanges.
 
-use super::header::{self, Header};
 use super::library::SUCCESS;
 use super::link::{About, Link, Slot};
 use super::tensors::{self, Landing};
+use crate::comm::header::{self, Header};
 use crate::comm::{Alive, Counters, Expected, Pending, Received, Tag};
 use crate::error::Result;
 use candle_core::cuda_backend::cudarc::driver::CudaEvent;

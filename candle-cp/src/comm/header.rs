@@ -9,7 +9,7 @@ pub const HEADER_LEN: usize = 16;
 const MAX_RANK: usize = 8;
 const MAGIC: u64 = 0x6361_6e64_6c65_4350;
 const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
-const KINDS: [Traffic; 10] = [
+const KINDS: [Traffic; 11] = [
     Traffic::KeyValue,
     Traffic::KeyValueGradient,
     Traffic::AllReduce,
@@ -20,6 +20,7 @@ const KINDS: [Traffic; 10] = [
     Traffic::StateGradient,
     Traffic::Halo,
     Traffic::HaloGradient,
+    Traffic::ReduceScatter,
 ];
 
 /// Tag, type and shape of a message.
@@ -43,7 +44,7 @@ impl Header {
     /// [`Error::Argument`] for a type or a number of dimensions that cannot travel.
     pub fn new(tag: Tag, dtype: DType, dims: &[usize]) -> Result<Self> {
         if !DTYPES.contains(&dtype) {
-            let allowed = format!("NCCL carries {DTYPES:?}");
+            let allowed = format!("between processes travel {DTYPES:?}");
             return Err(Error::argument("dtype", format!("{dtype:?} in {tag}"), allowed, "convert the tensor first"));
         }
         if dims.len() > MAX_RANK {
