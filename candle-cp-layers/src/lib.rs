@@ -32,7 +32,7 @@ pub use linear::{Linear, project};
 pub use lora::{Adapter, DropoutStep, LoraError, LoraOptions, LoraReport, LoraTargets, TargetMatches};
 pub use mlp::{Mlp, activate, gated};
 pub use norm::{LayerNorm, RmsNorm, wide};
-pub use recompute::Recompute;
+pub use recompute::{GradientSink, Recompute};
 pub use rope::Rope;
 pub use spec::{CONFIG_FILE, LM_HEAD, ModelConfig, Role, Table, TensorSpec};
 pub use tap::{Tap, record_numbered};

@@ -22,13 +22,34 @@ use crate::error::{Error, Result};
 ///
 /// Every rank has to make the same choice: a layer that runs again exchanges its keys and values again.
 #[derive(Debug, Clone)]
-pub struct Recompute(Option<Arc<Mutex<Collected>>>);
+pub struct Recompute {
+    /// `None` if it is off.
+    collected: Option<Arc<Mutex<Collected>>>,
+    sink: Option<Arc<dyn GradientSink>>,
+    /// The decoder layer that parts belong to from here on.
+    layer: Option<usize>,
+}
+
+/// Takes gradients of weights while backward goes on.
+pub trait GradientSink: std::fmt::Debug + Send + Sync {
+    /// Backward is through with all recomputed layers above `layer`, counted from 0. `gradients` are weights inside of them
+    /// with their gradients, those that were not taken before; a weight may come several times, for a sum, and one that had
+    /// no part in forward does not come. What is taken is not in the result of [`Recompute::backward`] any more.
+    ///
+    /// All ranks come here in the same order, with the same layers.
+    ///
+    /// # Errors
+    /// Ends backward.
+    fn take(&self, layer: usize, gradients: Vec<(Tensor, Tensor)>) -> candle_cp::Result<()>;
+}
 
 /// What backward leaves beside Candle's own store.
 #[derive(Debug, Default)]
 struct Collected {
     /// Weights and their gradients, in the order in which backward came to them.
     gradients: Vec<(Tensor, Tensor)>,
+    /// The lowest layer that backward has come to.
+    lowest: Option<usize>,
     /// The first failure inside of a part, before Candle's error type took its kind away.
     error: Option<Error>,
 }
@@ -39,12 +60,24 @@ type Stage = dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync;
 impl Recompute {
     /// Layers run again in backward; only their inputs are kept.
     pub fn on() -> Self {
-        Self(Some(Arc::default()))
+        Self { collected: Some(Arc::default()), sink: None, layer: None }
+    }
+
+    /// As [`Recompute::on`], and gradients are given away layer by layer.
+    pub fn into_sink(sink: Arc<dyn GradientSink>) -> Self {
+        Self { sink: Some(sink), ..Self::on() }
     }
 
     /// Everything is kept; backward is Candle's own.
     pub fn off() -> Self {
-        Self(None)
+        Self { collected: None, sink: None, layer: None }
+    }
+
+    /// For the parts of a decoder layer, counted from 0. All of its parts have to lie, in the graph, behind all parts of the
+    /// layers below.
+    #[must_use]
+    pub fn of_layer(&self, layer: usize) -> Self {
+        Self { layer: Some(layer), ..self.clone() }
     }
 
     /// The gradients of `loss`, of recomputed parts as well.
@@ -52,10 +85,10 @@ impl Recompute {
     /// # Errors
     /// A tensor operation or an exchange with another rank failed.
     pub fn backward(&self, loss: &Tensor) -> Result<GradStore> {
-        let Some(collected) = &self.0 else { return Ok(loss.backward()?) };
+        let Some(collected) = &self.collected else { return Ok(loss.backward()?) };
         *lock(collected) = Collected::default();
         let done = loss.backward();
-        let Collected { gradients, error } = take(&mut *lock(collected));
+        let Collected { gradients, error, .. } = take(&mut *lock(collected));
         if let Some(error) = error {
             return Err(error);
         }
@@ -88,7 +121,7 @@ impl Recompute {
         first: impl Fn([&Tensor; N]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
         second: impl Fn([&Tensor; N], &[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Result<Tensor> {
-        let Some(collected) = &self.0 else { return second(inputs, &first(inputs)?) };
+        let Some(collected) = &self.collected else { return second(inputs, &first(inputs)?) };
         let detached = inputs.map(Tensor::detach);
         let output = second(detached.each_ref(), &first(detached.each_ref())?)?.detach();
         let mut inputs = inputs.map(Tensor::clone);
@@ -100,6 +133,7 @@ impl Recompute {
             first: Box::new(move |inputs| first(std::array::from_fn(|i| &inputs[i]))),
             second: Box::new(move |inputs| Ok(vec![second(std::array::from_fn(|i| &inputs[i]), &inputs[N..])?])),
             collected: collected.clone(),
+            sink: self.sink.clone().zip(self.layer),
         };
         let backward = move |inputs: [&Tensor; N], grad: &Tensor| {
             let mut gradients = part.backward(&inputs, grad)?.into_iter();
@@ -119,11 +153,14 @@ struct Recomputed {
     /// Gets the inputs and then what `first` made.
     second: Box<Stage>,
     collected: Arc<Mutex<Collected>>,
+    /// Who is told of the layer that this part belongs to.
+    sink: Option<(Arc<dyn GradientSink>, usize)>,
 }
 
 impl Recomputed {
     /// Gradients of the inputs, in their order.
     fn backward(&self, inputs: &[&Tensor], grad: &Tensor) -> candle_core::Result<Vec<Tensor>> {
+        self.checked(self.tell_sink())?;
         let inputs: Vec<Tensor> = inputs.iter().map(|input| input.detach()).collect();
         let middle = self.checked((self.first)(&inputs))?;
         let has_first = !middle.is_empty();
@@ -136,6 +173,20 @@ impl Recomputed {
             of_inputs = sums.collect::<candle_core::Result<_>>()?;
         }
         Ok(of_inputs)
+    }
+
+    /// Gives away what the layers above have left, at the first part of a layer.
+    fn tell_sink(&self) -> Result<()> {
+        let Some((sink, layer)) = &self.sink else { return Ok(()) };
+        let mut collected = lock(&self.collected);
+        match collected.lowest.replace(*layer) {
+            Some(lowest) if lowest == *layer => return Ok(()),
+            Some(lowest) => assert!(*layer < lowest, "backward came from layer {lowest} back to layer {layer}"),
+            None => {}
+        }
+        let gradients = take(&mut collected.gradients);
+        drop(collected);
+        Ok(sink.take(*layer, gradients)?)
     }
 
     /// Runs a stage on leaves and backward through it from the gradients of its outputs. Returns the gradients of the
@@ -266,6 +317,57 @@ mod tests {
         assert_eq!(*lock(&runs), [false, true]);
         let ones = Tensor::ones((2, 3), DType::F32, &Device::Cpu)?;
         assert_eq!(bits(store.get(&w).expect("collected"))?, bits(&x.detach().t()?.matmul(&ones)?)?);
+        Ok(())
+    }
+
+    /// Notes what it takes; fails at a layer.
+    #[derive(Debug, Default)]
+    struct Noting {
+        taken: Mutex<Vec<(usize, Vec<(Tensor, Tensor)>)>>,
+        fails_at: Option<usize>,
+    }
+
+    impl GradientSink for Noting {
+        fn take(&self, layer: usize, gradients: Vec<(Tensor, Tensor)>) -> candle_cp::Result<()> {
+            lock(&self.taken).push((layer, gradients));
+            match self.fails_at {
+                Some(at) if at == layer => {
+                    let (rank, operation) = (1, "a sum".to_string());
+                    Err(candle_cp::Error::PeerLeft { rank, operation, peer: 2 })
+                }
+                _ => Ok(()),
+            }
+        }
+    }
+
+    /// Three layers of two parts each, each with a weight; the loss after `recompute.backward`.
+    fn layered(recompute: &Recompute, weights: &[Tensor]) -> Result<GradStore> {
+        let mut x = random(&[2, 3], DType::F32, 5)?;
+        for (place, weight) in weights.iter().enumerate() {
+            let weight = weight.clone();
+            x = recompute.of_layer(place / 2).run([&x], move |[x]| Ok((x.matmul(&weight)?.tanh()? + x)?))?;
+        }
+        recompute.backward(&x.sqr()?.sum_all()?)
+    }
+
+    #[test]
+    fn gradients_are_given_away_layer_by_layer() -> Result<()> {
+        let weights: Vec<Tensor> = (0..6).map(|seed| var(&[3, 3], seed)).collect::<candle_core::Result<_>>()?;
+        let whole = layered(&Recompute::on(), &weights)?;
+        let sink = Arc::new(Noting::default());
+        let rest = layered(&Recompute::into_sink(sink.clone()), &weights)?;
+        let taken = take(&mut *lock(&sink.taken));
+        let layers: Vec<(usize, usize)> = taken.iter().map(|(layer, gradients)| (*layer, gradients.len())).collect();
+        assert_eq!(layers, [(2, 0), (1, 2), (0, 2)]);
+        for (place, weight) in weights.iter().enumerate() {
+            let given = taken.iter().flat_map(|(_, gradients)| gradients).find(|(of, _)| of.id() == weight.id());
+            let found = given.map(|(_, gradient)| gradient).or(rest.get(weight)).expect("each has a gradient");
+            assert_eq!((given.is_none(), rest.get(weight).is_some()), (place < 2, place < 2), "weight {place}");
+            assert_eq!(bits(found)?, bits(whole.get(weight).expect("used"))?);
+        }
+        let sink = Arc::new(Noting { fails_at: Some(1), ..Noting::default() });
+        let error = layered(&Recompute::into_sink(sink), &weights).unwrap_err();
+        assert!(matches!(error, Error::Cp(candle_cp::Error::PeerLeft { peer: 2, .. })), "{error}");
         Ok(())
     }
 

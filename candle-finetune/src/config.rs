@@ -10,6 +10,7 @@ mod table;
 mod tests;
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use candle_core::DType;
 use candle_cp::LayoutKind;
@@ -25,6 +26,10 @@ use crate::schedule::ScheduleKind;
 
 /// Most ranks that one process may start as threads.
 const MAX_RANKS: usize = 64;
+/// Most replicas of a model.
+const MAX_REPLICAS: usize = 4096;
+/// Longest deadline in seconds, ten days: clocks can still add it up.
+const MAX_DEADLINE: usize = 864_000;
 /// Longest row.
 const MAX_SEQ_LEN: usize = 1 << 24;
 
@@ -83,6 +88,12 @@ pub struct Config {
     pub device: ComputeDevice,
     /// `parallel.cp`: ranks that share every sequence.
     pub cp: usize,
+    /// `parallel.dp`: replicas of the model, each of `cp` ranks; `None` is as many as there are processes for, or 1.
+    pub dp: Option<usize>,
+    /// `parallel.zero`: 1 if the optimizer's state is spread over all ranks (ZeRO stage 1), 0 if every rank has all of it.
+    pub zero: usize,
+    /// `parallel.deadline`: longest time that a rank waits for another one.
+    pub deadline: Duration,
     /// `parallel.layout`: which tokens each rank owns.
     pub layout: LayoutKind,
     /// `out.dir`: folder for everything that the run leaves.
@@ -178,6 +189,9 @@ impl Default for Config {
             optimizer: AdamWConfig::default(),
             device: ComputeDevice::Cpu,
             cp: 2,
+            dp: None,
+            zero: 0,
+            deadline: Self::DEADLINE,
             layout: LayoutKind::HeadTail,
             out: PathBuf::from("runs/finetune_gemma4"),
             save_every: None,
@@ -202,6 +216,19 @@ impl Config {
     pub const DIGIT_STEPS: usize = 1500;
     /// Passes over a data file, unless steps or epochs are given.
     pub const DEFAULT_EPOCHS: usize = 3;
+    /// Longest time that a rank waits for another one, unless it is given. Rank 0 may write a large checkpoint meanwhile; a
+    /// rank that fails is noticed sooner.
+    pub const DEADLINE: Duration = Duration::from_secs(3600);
+
+    /// Replicas of the model; 1 where that is left to the number of processes and these are not known.
+    pub fn replicas(&self) -> usize {
+        self.dp.unwrap_or(1)
+    }
+
+    /// Ranks of the run.
+    pub fn ranks(&self) -> usize {
+        self.cp * self.replicas()
+    }
 
     /// The defaults of the program that trains this family.
     pub fn of_family(family: Family) -> Self {

@@ -52,7 +52,8 @@ impl Scores {
     }
 }
 
-/// Scores of held-out batches over all ranks; every rank has to call it and gets the same.
+/// Scores of held-out batches over all ranks; every rank has to call it and gets the same. Each replica gives batches of its
+/// own, the ranks of one replica the same.
 ///
 /// # Errors
 /// A tensor operation or an exchange with another rank failed.

@@ -125,7 +125,7 @@ impl Gradients {
 const PIECE: usize = 1 << 26;
 
 /// In f64, as a scalar on the gradient's device.
-fn sum_of_squares(gradient: &Tensor) -> candle_core::Result<Tensor> {
+pub(crate) fn sum_of_squares(gradient: &Tensor) -> candle_core::Result<Tensor> {
     let Some(&rows) = gradient.dims().first() else { return gradient.to_dtype(DType::F64)?.sqr() };
     let piece = (PIECE / (gradient.elem_count() / rows.max(1)).max(1)).clamp(1, rows.max(1));
     let mut total = Tensor::zeros((), DType::F64, gradient.device())?;

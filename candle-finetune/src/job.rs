@@ -190,6 +190,16 @@ impl Job {
     /// All held-out batches, made as they are asked for: of the digits each one once per round, of a data file what is
     /// held out of it. A batch is an error if a picture cannot be read any more.
     pub fn held_out<'a>(&'a self, config: &Config) -> impl Iterator<Item = Result<Batch>> + use<'a> {
+        self.held_out_part(config, 0, 1)
+    }
+
+    /// Of all held-out batches every `parts`th, beginning with number `part`.
+    pub(crate) fn held_out_part<'a>(
+        &'a self,
+        config: &Config,
+        part: usize,
+        parts: usize,
+    ) -> impl Iterator<Item = Result<Batch>> + use<'a> {
         let source: Option<Box<dyn Source + 'a>> = match &self.data {
             Data::Digits(task) => Some(Box::new(task.held_out(HELD_OUT_SEED))),
             Data::Lines(samples) => {
@@ -203,12 +213,24 @@ impl Job {
         };
         let mut packer =
             source.map(|source| Packer::new(source, self.model.as_ref(), config.batch_rows, config.seq_len));
+        let mut number = 0;
         std::iter::from_fn(move || {
             let packer = packer.as_mut()?;
             while rounds > 0 {
-                match packer.next_batch().transpose() {
-                    Some(batch) => return Some(batch),
-                    None => rounds -= 1,
+                let there = match number % parts == part {
+                    false => packer.skip_batch(),
+                    true => match packer.next_batch().transpose() {
+                        None => Ok(false),
+                        found => {
+                            number += 1;
+                            return found;
+                        }
+                    },
+                };
+                match there {
+                    Ok(true) => number += 1,
+                    Ok(false) => rounds -= 1,
+                    Err(error) => return Some(Err(error)),
                 }
             }
             None

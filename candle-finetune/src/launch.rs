@@ -65,11 +65,16 @@ impl Launch {
         self.place.as_ref().is_none_or(|place| place.rank == 0)
     }
 
+    /// Whether a launcher started this process as one of several.
+    pub fn is_one_of_several(&self) -> bool {
+        self.place.as_ref().is_some_and(|place| place.size > 1)
+    }
+
     /// Rank threads that this process will have.
     pub fn threads(&self, config: &Config) -> usize {
         match self.choose(config) {
             Ok(Choice::Nccl(..)) => 1,
-            _ => config.cp,
+            _ => config.ranks(),
         }
     }
 
@@ -85,7 +90,7 @@ impl Launch {
             job::check_device(config, job::model(config)?.as_ref())?;
         }
         match choice {
-            Choice::Threads => Ok(Ranks::Threads(config.cp)),
+            Choice::Threads => Ok(Ranks::Threads(config.ranks())),
             Choice::Nccl(place, device) => over_nccl(place, device.open()?),
         }
     }
@@ -151,7 +156,7 @@ fn how_to_start(cp: usize) -> String {
 #[cfg(feature = "nccl")]
 fn over_nccl(place: &LaunchEnvironment, device: Device) -> Result<Ranks> {
     use candle_cp::comm::nccl;
-    let options = nccl::Options { deadline: crate::train::DEADLINE, ..Default::default() };
+    let options = nccl::Options { deadline: Config::DEADLINE, ..Default::default() };
     let comm = nccl::connect(&device, place, &options)?;
     Ok(Ranks::Process { comm, device })
 }

@@ -1,5 +1,7 @@
 #![doc = include_str!("../README.md")]
 
+mod agreement;
+mod buckets;
 pub mod checkpoint;
 mod closing;
 mod comm_use;
@@ -39,6 +41,7 @@ pub mod saves;
 mod schedule;
 pub mod small_model;
 mod summary;
+mod sums;
 mod tensorboard;
 mod train;
 mod trainer;
@@ -56,7 +59,7 @@ pub use job::Job;
 pub use launch::Launch;
 pub use memory::Memory;
 pub use metrics::MetricsFile;
-pub use optimizer::{AdamW, AdamWConfig, Moments, StateFault};
+pub use optimizer::{AdamW, AdamWConfig, Moments, Optimizer, Spread, StateFault};
 pub use packing::{Batch, Packer};
 pub use plan::{EpochPlan, Plan};
 pub use progress::{Progress, tell};

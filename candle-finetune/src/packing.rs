@@ -156,25 +156,40 @@ impl<'a> Packer<'a> {
     /// # Errors
     /// The source failed, or a sample is longer than a row.
     pub fn next_batch(&mut self) -> Result<Option<Batch>> {
+        Ok(self.next_rows(true)?.map(|rows| self.lay_out(rows)))
+    }
+
+    /// Passes over the next batch, whose samples are not made where their lengths are known; false once at the end of each
+    /// epoch.
+    ///
+    /// # Errors
+    /// As [`Packer::next_batch`].
+    pub fn skip_batch(&mut self) -> Result<bool> {
+        Ok(self.next_rows(false)?.is_some())
+    }
+
+    /// The rows of the next batch, without their samples if these are not wanted.
+    fn next_rows(&mut self, wanted: bool) -> Result<Option<Vec<Vec<Sample>>>> {
         let mut rows: Vec<Vec<Sample>> = Vec::new();
         let mut fit = FirstFit::new(self.rows, self.seq_len);
         // An error leaves the position where it was.
         let mut place = self.position;
         let samples = self.epoch_len();
         while place.taken < samples {
-            let sample = match self.waiting.take() {
-                Some(sample) => sample,
-                None => self.source.sample(place)?,
+            let (sample, tokens) = match self.waiting.take() {
+                None if wanted => sized(self.source.sample(place)?),
+                None => (None, self.source.sample_len(place)?),
+                Some(sample) => sized(sample),
             };
-            if sample.len() > self.seq_len {
-                return Err(Error::SampleTooLong { tokens: sample.len(), seq_len: self.seq_len });
+            if tokens > self.seq_len {
+                return Err(Error::SampleTooLong { tokens, seq_len: self.seq_len });
             }
-            let Some(row) = fit.place(sample.len()) else {
-                self.waiting = Some(sample);
+            let Some(row) = fit.place(tokens) else {
+                self.waiting = sample;
                 break;
             };
             rows.resize_with(fit.rows(), Vec::new);
-            rows[row].push(sample);
+            rows[row].extend(sample);
             place.taken += 1;
         }
         if place == self.position {
@@ -182,7 +197,7 @@ impl<'a> Packer<'a> {
             return Ok(None);
         }
         self.position = place;
-        Ok(Some(self.lay_out(rows)))
+        Ok(Some(rows))
     }
 
     /// The next batch of an endless row of epochs.
@@ -190,11 +205,23 @@ impl<'a> Packer<'a> {
     /// # Errors
     /// As [`Packer::next_batch`], and a source without any sample.
     pub fn next_training_batch(&mut self) -> Result<Batch> {
-        if let Some(batch) = self.next_batch()? {
-            return Ok(batch);
+        self.enter_epoch()?;
+        Ok(self.next_batch()?.expect("an epoch that is not done has a batch"))
+    }
+
+    /// Goes to the beginning of the next epoch if the batches of this one are done.
+    ///
+    /// # Errors
+    /// A source without any sample.
+    pub fn enter_epoch(&mut self) -> Result<()> {
+        if self.position.taken < self.epoch_len() {
+            return Ok(());
         }
-        let empty = || Error::Task { task: "this data", reason: "an epoch has no sample".to_string() };
-        self.next_batch()?.ok_or_else(empty)
+        self.position = Position { epoch: self.position.epoch + 1, taken: 0 };
+        match self.epoch_len() {
+            0 => Err(Error::Task { task: "this data", reason: "an epoch has no sample".to_string() }),
+            _ => Ok(()),
+        }
     }
 
     fn lay_out(&self, rows: Vec<Vec<Sample>>) -> Batch {
@@ -231,6 +258,12 @@ impl<'a> Packer<'a> {
         }
         batch
     }
+}
+
+/// A sample and its length.
+fn sized(sample: Sample) -> (Option<Sample>, usize) {
+    let tokens = sample.len();
+    (Some(sample), tokens)
 }
 
 fn part_index(part: Part) -> i64 {
@@ -348,6 +381,25 @@ mod tests {
             resumed.seek(steps[from].0)?;
             for (position, batch) in &steps[from..] {
                 assert_eq!((&resumed.position(), &resumed.next_batch()?), (position, batch), "from {from}");
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn batches_that_are_passed_over_leave_the_others_as_they_are() -> Result<()> {
+        let config = small_model::config(Family::Gemma4)?;
+        let new = || packer(config.as_ref(), &[5, 6, 3, 2, 4, 1, 7, 8, 1], 2, 8);
+        let mut whole = new();
+        let all: Vec<_> = (0..8).map(|_| Ok((whole.next_batch()?, whole.position()))).collect::<Result<_>>()?;
+        for pattern in 0..1u32 << all.len() {
+            let mut some = new();
+            for (number, (batch, position)) in all.iter().enumerate() {
+                match pattern >> number & 1 {
+                    0 => assert_eq!(some.skip_batch()?, batch.is_some()),
+                    _ => assert_eq!(some.next_batch()?, *batch),
+                }
+                assert_eq!(some.position(), *position);
             }
         }
         Ok(())

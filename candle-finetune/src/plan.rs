@@ -28,7 +28,7 @@ pub struct Plan {
 
 impl Plan {
     /// Packs the lengths of all epochs that a run goes through, or of the first one if the steps are given. The last step
-    /// of an epoch takes the batches that are left, be they fewer than are accumulated. The samples fit a row.
+    /// of an epoch takes the batches that are left, be they fewer than all replicas accumulate. The samples fit a row.
     pub fn make(lines: &Lines, config: &Config) -> Self {
         let epochs = match config.steps {
             Some(_) => 1,
@@ -54,7 +54,7 @@ impl Plan {
         }
         plan.batches += usize::from(batch.rows() > 0);
         plan.rows += batch.rows();
-        plan.steps = plan.batches.div_ceil(config.accumulate);
+        plan.steps = plan.batches.div_ceil(config.accumulate * config.replicas());
         plan
     }
 

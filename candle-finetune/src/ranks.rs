@@ -1,6 +1,7 @@
 //! The ranks of a run, and how they stay together.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use candle_cp::comm::{Traffic, threads};
@@ -10,7 +11,6 @@ use crate::config::Config;
 use crate::device::ComputeDevice;
 use crate::error::{Error, Result};
 use crate::job::Job;
-use crate::train::DEADLINE;
 
 /// The ranks of a run.
 #[derive(Debug, Clone)]
@@ -43,6 +43,19 @@ impl Ranks {
         }
     }
 
+    /// The settings with the number of replicas that these ranks are for.
+    ///
+    /// # Errors
+    /// They are not the ranks that the settings ask for.
+    pub(crate) fn settle(&self, config: &Config) -> Result<Config> {
+        let mut settled = config.clone();
+        if let Self::Process { comm, .. } = self {
+            settled.dp = config.dp.or(comm.size().is_multiple_of(config.cp).then_some(comm.size() / config.cp));
+        }
+        self.check(&settled)?;
+        Ok(settled)
+    }
+
     /// Whether these are the ranks that a run is for.
     pub(crate) fn check(&self, config: &Config) -> Result<()> {
         let size = match self {
@@ -54,17 +67,27 @@ impl Ranks {
             Self::Threads(size) => *size,
             Self::Process { comm, .. } => comm.size(),
         };
-        match size == config.cp {
-            true => Ok(()),
-            false => {
-                Err(Error::flag("--cp", config.cp, format!("{size}, the number of ranks"), format!("use --cp {size}")))
+        let (cp, dp) = (config.cp, config.replicas());
+        match (size == cp * dp, size.is_multiple_of(cp)) {
+            (true, _) => Ok(()),
+            (false, true) if config.dp.is_some() => {
+                let allowed = format!("{} beside --cp {cp}: there are {size} ranks", size / cp);
+                Err(Error::flag("--dp", dp, allowed, "leave --dp out, or start --cp times --dp ranks"))
+            }
+            _ => {
+                let allowed = format!("a divisor of {size}, the number of ranks");
+                Err(Error::flag("--cp", cp, allowed, format!("use --cp {size}, or start a multiple of {cp} ranks")))
             }
         }
     }
 
     /// Runs `rank` on every rank of this process; the result of its first one. An error ends all ranks of all processes.
-    pub(crate) fn run<T: Send>(&self, rank: impl Fn(Arc<dyn Communicator>) -> Result<T> + Sync) -> Result<T> {
-        let options = threads::Options { deadline: DEADLINE, ..threads::Options::default() };
+    pub(crate) fn run<T: Send>(
+        &self,
+        deadline: Duration,
+        rank: impl Fn(Arc<dyn Communicator>) -> Result<T> + Sync,
+    ) -> Result<T> {
+        let options = threads::Options { deadline, ..threads::Options::default() };
         let comm = match self {
             Self::Threads(size) => return Ok(threads::run(*size, &options, rank)?.swap_remove(0)),
             Self::Process { comm, .. } => comm,

@@ -66,6 +66,7 @@ pub fn run_controlled(config: &Config, control: &Control) -> Result<Summary> {
 /// As [`run`]; or another process failed or was set up for something else. All of them end.
 pub fn run_on(config: &Config, control: &Control, ranks: &Ranks) -> Result<Summary> {
     let began = Instant::now();
+    let config = &ranks.together(ranks.settle(config))?;
     let job = prepare(config, None, ranks)?;
     let saves = ranks.on_first(|| {
         job.check_outputs(config)?;
@@ -88,11 +89,8 @@ pub fn run_on(config: &Config, control: &Control, ranks: &Ranks) -> Result<Summa
 
 /// Everything that can be known before anything is written.
 fn prepare(config: &Config, saved: Option<&Save>, ranks: &Ranks) -> Result<Job> {
-    let job = ranks.check(config).and_then(|()| {
-        let job = Job::prepare_with_weights(config, saved.map(|save| save.folder.as_path()), ranks.device())?;
-        saved.map_or(Ok(()), |save| job.check_resumable(&save.state))?;
-        Ok(job)
-    });
+    let job = Job::prepare_with_weights(config, saved.map(|save| save.folder.as_path()), ranks.device());
+    let job = job.and_then(|job| saved.map_or(Ok(()), |save| job.check_resumable(&save.state)).map(|()| job));
     let job = ranks.together(job)?;
     ranks.agree(config, &job)?;
     Ok(job)
@@ -117,11 +115,18 @@ pub fn layered_settings(
         Ok(config)
     };
     let config = given(base)?;
-    match resume {
-        true if launch.is_first() => given(resumed_settings(&config.out)?),
-        true => given(last_settings(&config.out, Saves::peek(&config.out.join(CHECKPOINTS_FOLDER))?)?),
-        false => Ok(config),
+    if !resume {
+        return Ok(config);
     }
+    let mut last = match launch.is_first() {
+        true => resumed_settings(&config.out)?,
+        false => last_settings(&config.out, Saves::peek(&config.out.join(CHECKPOINTS_FOLDER))?)?,
+    };
+    if launch.is_one_of_several() {
+        // As many as there are processes for now.
+        last.dp = None;
+    }
+    given(last)
 }
 
 /// The settings of the run in a folder, for [`resume`]; `out` is that folder.
@@ -155,6 +160,7 @@ pub fn resume(config: &Config, control: &Control) -> Result<Summary> {
 /// As [`resume`] and [`run_on`].
 pub fn resume_on(config: &Config, control: &Control, ranks: &Ranks) -> Result<Summary> {
     let began = Instant::now();
+    let config = &ranks.together(ranks.settle(config))?;
     let opened = ranks.on_first(|| {
         let saves = open(config)?;
         let latest = saves.latest()?.ok_or_else(|| no_checkpoint(&config.out))?;

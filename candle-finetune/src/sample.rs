@@ -90,6 +90,14 @@ pub trait Source {
     /// # Errors
     /// The sample could not be made.
     fn sample(&mut self, place: Position) -> crate::Result<Sample>;
+
+    /// Tokens of the sample at a place.
+    ///
+    /// # Errors
+    /// As [`Source::sample`].
+    fn sample_len(&mut self, place: Position) -> crate::Result<usize> {
+        Ok(self.sample(place)?.len())
+    }
 }
 
 /// The random numbers of one epoch, or of one thing in it; different keys give independent numbers.

@@ -1,10 +1,10 @@
 //! The training loop of all ranks.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use candle_cp::Communicator;
+use candle_cp::comm::Mesh;
 use candle_cp_layers::Weights;
 
 use crate::config::Config;
@@ -17,10 +17,6 @@ use crate::report::{StepReport, ValidationReport};
 use crate::sample::Position;
 use crate::saves::Save;
 use crate::trainer::Trainer;
-
-/// Longest time that a rank waits for another one. Rank 0 may write a large checkpoint meanwhile; a rank that fails is
-/// noticed sooner.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(3600);
 
 /// Called on every rank after every step, with the rank; an error ends the run on all ranks.
 pub type Observer<'a> = dyn Fn(usize, &StepReport) -> Result<()> + Sync + 'a;
@@ -101,13 +97,13 @@ pub fn train(job: &Job, config: &Config, observer: &Observer) -> Result<Trained>
     train_watched(job, config, None, &Observed(observer))
 }
 
-/// Trains on `config.cp` ranks, which are threads, and evaluates; writes nothing by itself. With `from` it goes on where
+/// Trains on `config.ranks()` ranks, which are threads, and evaluates; writes nothing by itself. With `from` it goes on where
 /// that checkpoint was written.
 ///
 /// # Errors
 /// The error of the first rank that failed, with its number; all ranks end.
 pub fn train_watched(job: &Job, config: &Config, from: Option<&Save>, watcher: &dyn Watcher) -> Result<Trained> {
-    train_on(job, config, from, watcher, &Ranks::Threads(config.cp))
+    train_on(job, config, from, watcher, &Ranks::Threads(config.ranks()))
 }
 
 /// As [`train_watched`], on any ranks.
@@ -136,11 +132,11 @@ pub(crate) fn train_on(
         let scores = match scores {
             Some(scores) => scores,
             None if stopped => Scores::default(),
-            None => evaluate(&trainer, job.held_out(config))?,
+            None => score(&trainer)?,
         };
         Ok::<_, crate::Error>(Trained { reports, scores, weights: trainer.into_weights(), stopped })
     };
-    ranks.run(rank)
+    ranks.run(config.deadline, rank)
 }
 
 /// All steps that are left: their reports, the scores if the last one was validated, and whether the run was stopped.
@@ -155,7 +151,7 @@ fn steps(
     let mut reports = Vec::new();
     let mut scores = None;
     while trainer.optimizer().steps() < job.steps() {
-        let step_batches = next_step(batches, config.accumulate)?;
+        let step_batches = next_step(batches, config.accumulate, trainer.mesh())?;
         let epoch = epochs(batches);
         let report = StepReport { epoch: Some(epoch), ..trainer.step(&step_batches)? };
         watcher.step(rank, &report)?;
@@ -164,7 +160,7 @@ fn steps(
         let step = report.step;
         let due = |every: usize| step.is_multiple_of(every) || step == job.steps();
         scores = match validate_every.is_some_and(due) {
-            true => Some(evaluate(trainer, job.held_out(config))?),
+            true => Some(score(trainer)?),
             false => None,
         };
         if let Some(val_loss) = scores.as_ref().and_then(Scores::loss).filter(|_| rank == 0) {
@@ -181,23 +177,43 @@ fn steps(
 
 /// Rank 0 decides, so that all ranks do the same.
 fn after(trainer: &Trainer, position: Position, watcher: &dyn Watcher) -> Result<Next> {
-    let rank = trainer.comm().rank();
-    let next = if rank == 0 { watcher.next(trainer.optimizer().steps()) } else { Next::GoOn };
-    if rank == 0 && next != Next::GoOn {
-        watcher.save(trainer, position)?;
+    const WHAT: [Next; 3] = [Next::GoOn, Next::Save, Next::Stop];
+    let (comm, optimizer) = (trainer.comm(), trainer.optimizer());
+    let next = if comm.rank() == 0 { watcher.next(optimizer.steps()) } else { Next::GoOn };
+    let number = WHAT.iter().position(|what| *what == next).expect("all are listed") as u8;
+    let number = comm.broadcast(&Tensor::new(&[number], &Device::Cpu)?, 0)?.to_vec1::<u8>()?[0];
+    let next = WHAT[usize::from(number)];
+    match comm.rank() {
+        _ if next == Next::GoOn => {}
+        0 => {
+            watcher.save(trainer, position)?;
+            optimizer.saved()?;
+        }
+        _ => optimizer.serve()?,
     }
-    let stop = Tensor::new(&[f32::from(u8::from(next == Next::Stop))], &Device::Cpu)?;
-    let stop = trainer.comm().broadcast(&stop, 0)?.to_vec1::<f32>()?[0] > 0.0;
-    Ok(if stop { Next::Stop } else { next })
+    Ok(next)
 }
 
-/// The batches of one step: as many as are accumulated, or what is left of the epoch.
-fn next_step(batches: &mut Packer, accumulate: usize) -> Result<Vec<Batch>> {
-    let mut step = vec![batches.next_training_batch()?];
-    while step.len() < accumulate {
-        match batches.next_batch()? {
-            Some(batch) => step.push(batch),
-            None => break,
+/// Scores of the held-out batches, of which each replica takes its part.
+fn score(trainer: &Trainer) -> Result<Scores> {
+    let (job, mesh) = (trainer.job(), trainer.mesh());
+    evaluate(trainer, job.held_out_part(trainer.config(), mesh.replica(), mesh.replicas()))
+}
+
+/// This replica's batches of one step. Of `accumulate` batches for each replica, or what is left of the epoch, the first
+/// goes to the first replica, the second to the second and so on; the last step of an epoch may leave some replicas without
+/// a batch.
+fn next_step(batches: &mut Packer, accumulate: usize, mesh: &Mesh) -> Result<Vec<Batch>> {
+    let (replica, replicas) = (mesh.replica(), mesh.replicas());
+    let mut step = Vec::new();
+    batches.enter_epoch()?;
+    for number in 0..accumulate * replicas {
+        let there = match number % replicas == replica {
+            true => batches.next_batch()?.map(|batch| step.push(batch)).is_some(),
+            false => batches.skip_batch()?,
+        };
+        if !there {
+            break;
         }
     }
     Ok(step)

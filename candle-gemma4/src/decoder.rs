@@ -173,6 +173,7 @@ impl Decoder {
                 LayerKind::Full => full.as_ref(),
             };
             let rope = rope.expect("every layer type in use has rotary settings");
+            let recompute = &recompute.of_layer(index);
             x_bsh = layer.attend(&x_bsh, &mut lent, &Surroundings { rope, context, recompute })?;
             let per_layer_bsp = per_layer_bslp.as_ref().map(|all| all.narrow(2, index, 1)?.squeeze(2)?.contiguous());
             if let Some(moe) = &layer.moe {

@@ -58,6 +58,14 @@ pub(crate) fn text_layer(config: &Config, index: usize) -> String {
     format!("{}.layers.{index}", text_prefix(config))
 }
 
+impl Config {
+    /// The decoder layer, counted from 0, that a tensor or an adapter belongs to by its name.
+    pub fn decoder_layer(&self, name: &str) -> Option<usize> {
+        let rest = name.strip_prefix(text_prefix(self))?.strip_prefix(".layers.")?;
+        rest.split_once('.')?.0.parse().ok()
+    }
+}
+
 /// Prefix of a vision layer's tensors.
 pub(crate) fn vision_layer(index: usize) -> String {
     format!("model.vision_tower.encoder.layers.{index}")

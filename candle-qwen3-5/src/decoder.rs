@@ -46,9 +46,10 @@ impl Decoder {
             tap.record("rope.sin", &rope.sin()?)?;
         }
         let real = RealRows::of_rank(context);
-        let around = Surroundings { rope: &rope, context, recompute, real: &real };
         let mut x_bsh = local.embeds_bsh.clone();
         for (index, layer) in self.layers.iter().enumerate() {
+            let recompute = &recompute.of_layer(index);
+            let around = Surroundings { rope: &rope, context, recompute, real: &real };
             x_bsh = layer.forward(&x_bsh, &around, index, tap)?;
             record_numbered(tap, "mid.hidden_states", index, &x_bsh)?;
         }

@@ -24,13 +24,15 @@ const FIXED: [&str; 16] = [
 ];
 
 /// What has no part in the numbers that training gives, or only in their rounding.
-const FREE: [&str; 10] = [
+const FREE: [&str; 12] = [
     "model.recompute",
     "lora.merge",
     "train.validate_every",
     "parallel.device",
     "parallel.cp",
     "parallel.layout",
+    "parallel.zero",
+    "parallel.deadline",
     "out.dir",
     "out.save_every",
     "out.keep",
@@ -62,9 +64,17 @@ impl Config {
             if then == now || FREE.contains(&setting.key) {
                 continue;
             }
-            if FIXED.contains(&setting.key) {
+            // As many batches in a step as before, spread over another number of replicas.
+            let batches = |config: &Self| config.accumulate * config.replicas();
+            let as_many = setting.key == "train.accumulate" && batches(self) == batches(before);
+            if FIXED.contains(&setting.key) && !as_many {
                 let allowed = format!("{then}, which the checkpoint was written with");
-                let fix = format!("leave {} out to go on, or begin a new run in another --out", setting.name());
+                let fix = match setting.key {
+                    "train.accumulate" => {
+                        "leave it as it is, or have as many batches in a step: --accumulate times --dp".into()
+                    }
+                    _ => format!("leave {} out to go on, or begin a new run in another --out", setting.name()),
+                };
                 return Err(Error::flag(setting.name(), now, allowed, fix));
             }
             changes.push(format!("{} is {now} from now on; until the checkpoint it was {then}", setting.key));

@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 use std::str::FromStr;
+use std::time::Duration;
 
 use candle_core::DType;
 use candle_cp::LayoutKind;
@@ -9,7 +10,7 @@ use candle_cp_layers::Part;
 use toml::Value;
 
 use super::setting::Setting;
-use super::{Config, MAX_RANKS, MAX_SEQ_LEN};
+use super::{Config, MAX_DEADLINE, MAX_RANKS, MAX_REPLICAS, MAX_SEQ_LEN};
 use crate::family::Family;
 use crate::schedule::ScheduleKind;
 
@@ -334,6 +335,37 @@ impl Config {
             example: "2",
             set: |config, text| whole(text, 1, MAX_RANKS).map(|ranks| config.cp = ranks),
             get: |config| Some(integer(config.cp)),
+        },
+        Setting {
+            key: "parallel.dp",
+            flag: Some("--dp"),
+            value: "N",
+            help: "Replicas of the model that share the batches of a step, each of --cp ranks [default: as many as the \
+                   processes are for, 1 with threads]",
+            example: "2",
+            set: |config, text| whole(text, 1, MAX_REPLICAS).map(|replicas| config.dp = Some(replicas)),
+            get: |config| config.dp.map(integer),
+        },
+        Setting {
+            key: "parallel.zero",
+            flag: Some("--zero"),
+            value: "STAGE",
+            help: "1 spreads optimizer state and f32 master weights over all ranks (ZeRO): the same numbers, less memory; 0 \
+                   keeps all of it on every rank [default: 0]",
+            example: "1",
+            set: |config, text| whole(text, 0, 1).map(|stage| config.zero = stage),
+            get: |config| Some(integer(config.zero)),
+        },
+        Setting {
+            key: "parallel.deadline",
+            flag: Some("--deadline"),
+            value: "SECONDS",
+            help: "Longest time that a rank waits for another one; rank 0 may write a checkpoint meanwhile [default: 3600]",
+            example: "600",
+            set: |config, text| {
+                whole(text, 1, MAX_DEADLINE).map(|seconds| config.deadline = Duration::from_secs(seconds as u64))
+            },
+            get: |config| Some(integer(config.deadline.as_secs() as usize)),
         },
         Setting {
             key: "parallel.layout",

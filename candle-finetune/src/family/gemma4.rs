@@ -47,6 +47,10 @@ impl VlmConfig for Config {
         self.text.layer_work()
     }
 
+    fn decoder_layer(&self, name: &str) -> Option<usize> {
+        Config::decoder_layer(self, name)
+    }
+
     /// The soft tokens are those that released checkpoints allow.
     fn image_settings(&self) -> Option<Box<dyn ImageSettings>> {
         settings(self).map(|settings| Box::new(settings) as Box<dyn ImageSettings>)

@@ -146,6 +146,11 @@ pub trait VlmConfig: ModelConfig + Debug + Send + Sync {
     /// What attention costs, for layouts that even it out.
     fn layer_work(&self) -> Vec<LayerWork>;
 
+    /// The decoder layer, counted from 0, that a weight or an adapter belongs to by its name. Backward comes to the layers
+    /// from the last to the first, and to a layer's weights in no other place; with recomputation the layer is told by
+    /// [`Recompute::of_layer`].
+    fn decoder_layer(&self, name: &str) -> Option<usize>;
+
     /// How the model itself says that pictures are cut; `None` if it takes none.
     fn image_settings(&self) -> Option<Box<dyn ImageSettings>>;
 

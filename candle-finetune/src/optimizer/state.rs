@@ -6,20 +6,22 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor, Var};
 use safetensors::tensor::Metadata;
 use safetensors::{Dtype, SafeTensorError, View};
 
-use super::{AdamW, AdamWConfig, Moments, needs_master, state_dtype};
+use super::{AdamW, AdamWConfig, Moments, Slot, needs_master, state_dtype};
+use crate::buckets::Owned;
 use crate::error::{Error, Result, io};
 
 /// Steps taken, one i64.
 const STEPS: &str = "steps";
-const MEAN: &str = "mean.";
-const SQUARE: &str = "square.";
-const MASTER: &str = "master.";
+pub(super) const MEAN: &str = "mean.";
+pub(super) const SQUARE: &str = "square.";
+pub(super) const MASTER: &str = "master.";
 
 /// Bytes before the header: its length.
 const LENGTH_FIELD: u64 = size_of::<u64>() as u64;
@@ -73,22 +75,35 @@ fn differences(missing: &[String], unexpected: &[String], wrong: &[String]) -> S
     groups.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
+impl Moments {
+    /// What is kept, each with what its names in a file begin with.
+    pub(super) fn kinds(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
+        let master = self.master.as_ref().map(|master| (MASTER, master));
+        [(MEAN, &self.mean), (SQUARE, &self.square)].into_iter().chain(master)
+    }
+}
+
 impl AdamW {
     /// Writes the state, tensor by tensor: no second copy of it is made. The bits come back with [`AdamW::load`].
     ///
     /// # Errors
     /// The file cannot be written.
     pub fn save(&self, path: &Path) -> Result<()> {
+        let here = |name: &str, tensor: &Tensor| {
+            let made = tensor.clone();
+            (name.to_string(), Entry::new(tensor.dtype(), tensor.dims(), move || Ok(made.clone())))
+        };
+        let kept =
+            self.slots.iter().flat_map(|(name, slot)| slot.moments.kinds().map(move |(kind, x)| (kind, name, x)));
+        let mut entries: BTreeMap<String, Entry> =
+            kept.map(|(kind, name, tensor)| here(&format!("{kind}{name}"), tensor)).collect();
+        entries.extend([self.steps_entry()?]);
+        write(path, &entries)
+    }
+
+    pub(super) fn steps_entry<'a>(&self) -> Result<(String, Entry<'a>)> {
         let steps = Tensor::new(self.steps as i64, &Device::Cpu)?;
-        let mut tensors = BTreeMap::from([(STEPS.to_string(), &steps)]);
-        for (name, Moments { master, mean, square }) in &self.moments {
-            tensors.insert(format!("{MEAN}{name}"), mean);
-            tensors.insert(format!("{SQUARE}{name}"), square);
-            if let Some(master) = master {
-                tensors.insert(format!("{MASTER}{name}"), master);
-            }
-        }
-        write(path, &tensors)
+        Ok((STEPS.to_string(), Entry::new(DType::I64, &[], move || Ok(steps.clone()))))
     }
 
     /// The optimizer that wrote a file with [`AdamW::save`], for the same variables. Their values are the caller's to
@@ -97,25 +112,48 @@ impl AdamW {
     /// # Errors
     /// The file cannot be read, or is not the state for these variables: names, types and shapes all have to agree.
     pub fn load(variables: &BTreeMap<String, Var>, config: AdamWConfig, path: &Path) -> Result<Self> {
+        Self::read(variables, config, path, variables.keys().map(|name| (name, None)))
+    }
+
+    /// The same for some elements only.
+    ///
+    /// # Errors
+    /// As [`AdamW::load`].
+    pub(crate) fn load_own(
+        variables: &BTreeMap<String, Var>,
+        owned: &Owned,
+        config: AdamWConfig,
+        path: &Path,
+    ) -> Result<Self> {
+        Self::read(variables, config, path, owned.iter().map(|(name, range)| (name, Some(range.clone()))))
+    }
+
+    fn read<'a>(
+        variables: &BTreeMap<String, Var>,
+        config: AdamWConfig,
+        path: &Path,
+        wanted: impl Iterator<Item = (&'a String, Option<Range<usize>>)>,
+    ) -> Result<Self> {
         let mut file = StateFile::open(path)?;
         file.check(&expected(variables))?;
-        let steps = file.read(STEPS, &Device::Cpu)?.to_scalar::<i64>()?;
+        let steps = file.read(STEPS, None, &Device::Cpu)?.to_scalar::<i64>()?;
         let impossible = |_| file.fault(StateFault::Broken { reason: format!("{steps} steps") });
         // No run takes more, and the step after them still has a number of its own.
         let steps = u32::try_from(steps).map_err(impossible)? as usize;
-        let mut moments = BTreeMap::new();
-        for (name, var) in variables {
-            let mut read = |prefix: &str| file.read(&format!("{prefix}{name}"), var.device());
+        let mut slots = BTreeMap::new();
+        for (name, range) in wanted {
+            let var = variables[name].clone();
+            let mut read = |prefix: &str| file.read(&format!("{prefix}{name}"), range.as_ref(), var.device());
             let (mean, square) = (read(MEAN)?, read(SQUARE)?);
-            let master = needs_master(var).then(|| read(MASTER)).transpose()?;
-            moments.insert(name.clone(), Moments { master, mean, square });
+            let master = needs_master(&var).then(|| read(MASTER)).transpose()?;
+            slots.insert(name.clone(), Slot { var, range, moments: Moments { master, mean, square } });
         }
-        Ok(Self { config, variables: variables.clone(), moments, steps })
+        Ok(Self { config, slots, steps })
     }
 }
 
 /// Type and shape of every tensor of the state.
-fn expected(variables: &BTreeMap<String, Var>) -> BTreeMap<String, (Dtype, Vec<usize>)> {
+pub(super) fn expected(variables: &BTreeMap<String, Var>) -> BTreeMap<String, (Dtype, Vec<usize>)> {
     let mut expected = BTreeMap::from([(STEPS.to_string(), (Dtype::I64, Vec::new()))]);
     for (name, var) in variables {
         for prefix in [MEAN, SQUARE, MASTER] {
@@ -127,9 +165,22 @@ fn expected(variables: &BTreeMap<String, Var>) -> BTreeMap<String, (Dtype, Vec<u
     expected
 }
 
-fn write(path: &Path, tensors: &BTreeMap<String, &Tensor>) -> Result<()> {
+/// One tensor on its way into a file; made when its turn comes.
+pub(super) struct Entry<'a> {
+    dtype: DType,
+    dims: Vec<usize>,
+    make: Box<dyn Fn() -> Result<Tensor> + 'a>,
+}
+
+impl<'a> Entry<'a> {
+    pub(super) fn new(dtype: DType, dims: &[usize], make: impl Fn() -> Result<Tensor> + 'a) -> Self {
+        Self { dtype, dims: dims.to_vec(), make: Box::new(make) }
+    }
+}
+
+pub(super) fn write(path: &Path, entries: &BTreeMap<String, Entry>) -> Result<()> {
     let failure = RefCell::new(None);
-    let views = tensors.iter().map(|(name, tensor)| (name, TensorView { tensor, failure: &failure }));
+    let views = entries.iter().map(|(name, entry)| (name, EntryView { entry, failure: &failure }));
     // Other tools refuse files that do not name the library whose layout they have.
     let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
     // The library leaves files that only their owner may read; a file made here has the usual permissions.
@@ -139,38 +190,42 @@ fn write(path: &Path, tensors: &BTreeMap<String, &Tensor>) -> Result<()> {
         other => io::Error::other(other),
     });
     match failure.into_inner() {
-        Some(error) => Err(Error::Candle(error)),
+        Some(error) => Err(error),
         None => written.and_then(|()| fs::set_permissions(path, permissions)).map_err(io("write", path)),
     }
 }
 
-/// One tensor on its way into a file. The format's writer takes no errors from a tensor, so the first one is kept.
-struct TensorView<'a> {
-    tensor: &'a Tensor,
-    failure: &'a RefCell<Option<candle_core::Error>>,
+/// The format's writer takes no errors from a tensor, so the first one is kept.
+struct EntryView<'a> {
+    entry: &'a Entry<'a>,
+    failure: &'a RefCell<Option<Error>>,
 }
 
-impl View for TensorView<'_> {
+impl View for EntryView<'_> {
     fn dtype(&self) -> Dtype {
-        self.tensor.dtype().into()
+        self.entry.dtype.into()
     }
 
     fn shape(&self) -> &[usize] {
-        self.tensor.dims()
+        &self.entry.dims
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        match self.tensor.to_device(&Device::Cpu) {
-            Ok(tensor) => Cow::Owned(View::data(&tensor).into_owned()),
-            Err(error) => {
-                self.failure.borrow_mut().get_or_insert(error);
-                Cow::Owned(vec![0; self.data_len()])
-            }
+        let made = match self.failure.borrow().is_some() {
+            // What comes behind a failure is not used.
+            true => None,
+            false => Some((self.entry.make)().and_then(|tensor| Ok(tensor.to_device(&Device::Cpu)?))),
+        };
+        match made {
+            Some(Ok(tensor)) => return Cow::Owned(View::data(&tensor).into_owned()),
+            Some(Err(error)) => *self.failure.borrow_mut() = Some(error),
+            None => {}
         }
+        Cow::Owned(vec![0; self.data_len()])
     }
 
     fn data_len(&self) -> usize {
-        self.tensor.elem_count() * self.tensor.dtype().size_in_bytes()
+        self.entry.dims.iter().product::<usize>() * self.entry.dtype.size_in_bytes()
     }
 }
 
@@ -231,12 +286,21 @@ impl StateFile {
     }
 
     /// Reads one tensor, whose name and type have been checked.
-    fn read(&mut self, name: &str, device: &Device) -> Result<Tensor> {
+    /// A tensor with its shape, or some of its elements in one dimension.
+    fn read(&mut self, name: &str, elements: Option<&Range<usize>>, device: &Device) -> Result<Tensor> {
         let info = self.header.info(name).expect("names were checked");
-        let (start, end) = info.data_offsets;
+        let dtype = DType::try_from(info.dtype)?;
+        let (mut start, mut end) = info.data_offsets;
+        let mut shape = info.shape.clone();
+        if let Some(elements) = elements {
+            let first = start;
+            (start, end) =
+                (first + elements.start * dtype.size_in_bytes(), first + elements.end * dtype.size_in_bytes());
+            shape = vec![elements.len()];
+        }
         let mut bytes = vec![0; end - start];
         let sought = self.file.seek(SeekFrom::Start(self.data_start + start as u64));
         sought.and_then(|_| self.file.read_exact(&mut bytes)).map_err(io("read", &self.path))?;
-        Ok(Tensor::from_raw_buffer(&bytes, DType::try_from(info.dtype)?, &info.shape, device)?)
+        Ok(Tensor::from_raw_buffer(&bytes, dtype, &shape, device)?)
     }
 }

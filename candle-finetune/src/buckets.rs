@@ -1,0 +1,191 @@
+//! Trained parameters in the order in which backward is through with them, in buckets whose gradients are summed over ranks
+//! at a time.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use candle_core::{DType, Tensor, Var};
+use candle_cp::comm::share;
+
+use crate::error::Result;
+use crate::optimizer::state_dtype;
+
+/// Bytes of gradients from which on a bucket takes no further parameter: there has to be room for some copies of a bucket.
+const BUCKET_BYTES: usize = 32 << 20;
+
+/// Which elements of each parameter, as they lie in memory, are a rank's own; parameters of which it has none are left out.
+pub type Owned = BTreeMap<String, Range<usize>>;
+
+/// Parameters of one type, end to end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Bucket {
+    /// Of the parameters.
+    pub dtype: DType,
+    /// The decoder layer whose parameters it has; `None` for what lies outside of the decoder layers.
+    pub layer: Option<usize>,
+    /// Name and place within the bucket.
+    pub parameters: Vec<(String, Range<usize>)>,
+    /// Elements of all parameters.
+    pub count: usize,
+}
+
+impl Bucket {
+    /// One tensor of all of them, `[count]`, in `dtype`, from the tensor of each; zeros where there is none.
+    pub fn flat(
+        &self,
+        dtype: DType,
+        device: &candle_core::Device,
+        mut of: impl FnMut(&str) -> Option<Tensor>,
+    ) -> Result<Tensor> {
+        let tensors = self.parameters.iter().map(|(name, place)| match of(name) {
+            Some(tensor) => tensor.flatten_all()?.to_dtype(dtype),
+            None => Tensor::zeros(place.len(), dtype, device),
+        });
+        Ok(Tensor::cat(&tensors.collect::<candle_core::Result<Vec<_>>>()?, 0)?)
+    }
+
+    /// The parts of parameters within some of the elements: name, elements of the parameter, place within `elements`.
+    pub fn parts(&self, elements: Range<usize>) -> impl Iterator<Item = (&str, Range<usize>, Range<usize>)> {
+        let Range { start: first, end: last } = elements;
+        self.parameters.iter().filter_map(move |(name, place)| {
+            let (start, end) = (place.start.max(first), place.end.min(last));
+            (start < end).then(|| (name.as_str(), start - place.start..end - place.start, start - first..end - first))
+        })
+    }
+}
+
+/// All trained parameters, each in one bucket. The same on all ranks, as the parameters are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Buckets(Vec<Bucket>);
+
+impl Buckets {
+    /// The last decoder layer first, and what lies outside of the layers last; `layer_of` tells a parameter's layer by its
+    /// name.
+    pub fn new(variables: &BTreeMap<String, Var>, layer_of: impl Fn(&str) -> Option<usize>) -> Self {
+        Self::of_size(variables, layer_of, BUCKET_BYTES)
+    }
+
+    fn of_size(variables: &BTreeMap<String, Var>, layer_of: impl Fn(&str) -> Option<usize>, most: usize) -> Self {
+        let mut order: Vec<_> = variables.iter().map(|(name, var)| (layer_of(name), name, var)).collect();
+        order.sort_by_key(|(layer, name, _)| (Reverse(*layer), *name));
+        let mut buckets: Vec<Bucket> = Vec::new();
+        for (layer, name, var) in order {
+            let (dtype, count) = (var.dtype(), var.elem_count());
+            let room = |bucket: &&mut Bucket| {
+                let bytes = bucket.count * state_dtype(dtype).size_in_bytes();
+                bucket.dtype == dtype && bucket.layer == layer && bytes < most
+            };
+            let bucket = match buckets.last_mut().filter(room) {
+                Some(bucket) => bucket,
+                None => {
+                    buckets.push(Bucket { dtype, layer, parameters: Vec::new(), count: 0 });
+                    buckets.last_mut().expect("it was just made")
+                }
+            };
+            bucket.parameters.push((name.clone(), bucket.count..bucket.count + count));
+            bucket.count += count;
+        }
+        Self(buckets)
+    }
+
+    /// In the order of their sums.
+    pub fn all(&self) -> &[Bucket] {
+        &self.0
+    }
+
+    /// What a rank has of each parameter: its share of every bucket.
+    pub fn owned(&self, size: usize, rank: usize) -> Owned {
+        let of_bucket = |bucket: &Bucket| {
+            let elements = share(bucket.count, size, rank);
+            bucket.parts(elements).map(|(name, range, _)| (name.to_string(), range)).collect::<Vec<_>>()
+        };
+        self.0.iter().flat_map(of_bucket).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    fn variables(sizes: &[(&str, usize, DType)]) -> BTreeMap<String, Var> {
+        let var = |&(name, count, dtype): &(&str, usize, DType)| {
+            (name.to_string(), Var::zeros(count, dtype, &Device::Cpu).unwrap())
+        };
+        sizes.iter().map(var).collect()
+    }
+
+    fn layer(name: &str) -> Option<usize> {
+        name.strip_prefix("layer.")?.split('.').next()?.parse().ok()
+    }
+
+    fn names(buckets: &Buckets) -> Vec<(Option<usize>, Vec<&str>, usize)> {
+        let of = |bucket| {
+            let Bucket { layer, parameters, count, .. }: &Bucket = bucket;
+            (*layer, parameters.iter().map(|(name, _)| name.as_str()).collect(), *count)
+        };
+        buckets.all().iter().map(of).collect()
+    }
+
+    #[test]
+    fn layers_come_from_the_last_to_the_first_and_the_rest_at_the_end() {
+        let f32 = |name, count| (name, count, DType::F32);
+        let sizes = [f32("embed", 9), f32("layer.0.a", 2), f32("layer.0.b", 2), f32("layer.1.a", 3), f32("norm", 1)];
+        let ten = f32("layer.10.a", 1);
+        let all = variables(&[&sizes[..], &[ten]].concat());
+        let small = Buckets::of_size(&all, layer, 1);
+        let expected = [
+            (Some(10), vec!["layer.10.a"], 1),
+            (Some(1), vec!["layer.1.a"], 3),
+            (Some(0), vec!["layer.0.a"], 2),
+            (Some(0), vec!["layer.0.b"], 2),
+            (None, vec!["embed"], 9),
+            (None, vec!["norm"], 1),
+        ];
+        assert_eq!(names(&small), expected);
+        // 36 bytes of the table are enough, 8 of the first parameter are not.
+        let middle = Buckets::of_size(&all, layer, 16);
+        let expected = [
+            (Some(10), vec!["layer.10.a"], 1),
+            (Some(1), vec!["layer.1.a"], 3),
+            (Some(0), vec!["layer.0.a", "layer.0.b"], 4),
+            (None, vec!["embed"], 9),
+            (None, vec!["norm"], 1),
+        ];
+        assert_eq!(names(&middle), expected);
+        assert_eq!(Buckets::new(&all, layer).all().len(), 4);
+    }
+
+    #[test]
+    fn a_bucket_has_one_type() {
+        let all =
+            variables(&[("a", 2, DType::BF16), ("b", 2, DType::F32), ("c", 2, DType::BF16), ("d", 2, DType::BF16)]);
+        let types: Vec<_> = Buckets::new(&all, layer).all().iter().map(|b| (b.dtype, b.count)).collect();
+        assert_eq!(types, [(DType::BF16, 2), (DType::F32, 2), (DType::BF16, 4)]);
+    }
+
+    #[test]
+    fn every_element_has_one_owner() {
+        let all = variables(&[
+            ("a", 7, DType::F32),
+            ("b", 1, DType::F32),
+            ("layer.0.c", 5, DType::F32),
+            ("d", 0, DType::F32),
+        ]);
+        for most in [1, 24, 1 << 20] {
+            let buckets = Buckets::of_size(&all, layer, most);
+            for size in 1..=6 {
+                let mut owners: BTreeMap<String, Vec<usize>> =
+                    all.iter().map(|(name, var)| (name.clone(), vec![0; var.elem_count()])).collect();
+                for rank in 0..size {
+                    for (name, range) in buckets.owned(size, rank) {
+                        owners.get_mut(&name).unwrap()[range].iter_mut().for_each(|owners| *owners += 1);
+                    }
+                }
+                assert!(owners.values().flatten().all(|&owners| owners == 1), "{size} ranks: {owners:?}");
+            }
+        }
+    }
+}
