@@ -130,6 +130,28 @@ pub enum Error {
         message: String,
     },
 
+    /// MPI cannot be used in this process.
+    #[error("MPI cannot be started: {message}")]
+    MpiStart {
+        /// Why, and what to do about it.
+        message: String,
+    },
+
+    /// MPI refused an operation or did not complete it.
+    #[error("rank {rank}: {operation} with {peers} ({bytes} bytes) failed: {message}")]
+    Mpi {
+        /// This rank.
+        rank: usize,
+        /// What this rank was doing.
+        operation: String,
+        /// The ranks it was doing that with.
+        peers: String,
+        /// Bytes of the message.
+        bytes: usize,
+        /// The library's own text.
+        message: String,
+    },
+
     /// The first rank that failed in a group of rank threads.
     #[error("rank {rank} failed: {cause}")]
     RankFailed {

@@ -71,6 +71,11 @@ impl Lifeline {
         self.shared.failure.get().cloned()
     }
 
+    /// Whether a rank has failed, as far as this process knows.
+    pub fn has_failed(&self) -> bool {
+        self.shared.failure.get().is_some()
+    }
+
     /// As [`Lifeline::failure`], which is waited for.
     pub fn failure_within(&self, time: Duration) -> Option<(usize, String)> {
         let start = Instant::now();

@@ -9,6 +9,8 @@ pub mod lifeline;
 mod local;
 mod mailbox;
 mod mesh;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 pub mod rendezvous;

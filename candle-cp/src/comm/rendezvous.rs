@@ -20,7 +20,8 @@ pub const PAYLOAD_BYTES: usize = 128;
 
 const MAGIC: [u8; 8] = *b"candleCP";
 const PROTOCOL: u32 = 1;
-const VERSION_BYTES: usize = 44;
+const VERSION_BYTES: usize = 28;
+const NONCE_BYTES: usize = 16;
 const HELLO_BYTES: usize = 64;
 /// A caller that has not introduced itself after this long is a stranger.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -29,6 +30,14 @@ const STRANGERS: usize = 64;
 const PAUSE: Duration = Duration::from_millis(5);
 const ACCEPTED: u8 = 1;
 const REFUSED: u8 = 2;
+/// Said at once to callers of a meeting with a nonce: this is the one they look for.
+const SEATED: u8 = 3;
+const HEAD_BYTES: usize = 11;
+
+/// What callers know of a meeting beside its address, so that they do not take another for it. Zeros where the address is
+/// all that they know.
+pub(super) type Nonce = [u8; NONCE_BYTES];
+const NO_NONCE: Nonce = [0; NONCE_BYTES];
 
 /// Where a group meets, and who this process is in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,16 +61,18 @@ struct Hello {
     rank: u32,
     size: u32,
     version: [u8; VERSION_BYTES],
+    nonce: Nonce,
 }
 
 impl Hello {
-    fn of(meeting: &Meeting) -> Result<Self> {
+    fn of(meeting: &Meeting, nonce: &Nonce) -> Result<Self> {
         let number = |x: usize| u32::try_from(x).map_err(|_| meeting.error("ranks are counted in 32 bits"));
         let mut version = [0; VERSION_BYTES];
         let text = env!("CARGO_PKG_VERSION").as_bytes();
         let len = text.len().min(VERSION_BYTES);
         version[..len].copy_from_slice(&text[..len]);
-        Ok(Self { protocol: PROTOCOL, rank: number(meeting.rank)?, size: number(meeting.size)?, version })
+        let (rank, size) = (number(meeting.rank)?, number(meeting.size)?);
+        Ok(Self { protocol: PROTOCOL, rank, size, version, nonce: *nonce })
     }
 
     fn to_bytes(&self) -> [u8; HELLO_BYTES] {
@@ -70,15 +81,18 @@ impl Hello {
         bytes[8..12].copy_from_slice(&self.protocol.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.rank.to_le_bytes());
         bytes[16..20].copy_from_slice(&self.size.to_le_bytes());
-        bytes[20..].copy_from_slice(&self.version);
+        bytes[20..48].copy_from_slice(&self.version);
+        bytes[48..].copy_from_slice(&self.nonce);
         bytes
     }
 
     fn from_bytes(bytes: &[u8; HELLO_BYTES]) -> Self {
         let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let mut version = [0; VERSION_BYTES];
-        version.copy_from_slice(&bytes[20..]);
-        Self { protocol: number(8), rank: number(12), size: number(16), version }
+        version.copy_from_slice(&bytes[20..48]);
+        let mut nonce = NO_NONCE;
+        nonce.copy_from_slice(&bytes[48..]);
+        Self { protocol: number(8), rank: number(12), size: number(16), version, nonce }
     }
 
     fn version(&self) -> String {
@@ -220,7 +234,7 @@ impl Meeting {
             return Ok((payload, vec![(0, stream)]));
         }
         let payload = payload()?;
-        let lines = if self.size > 1 { self.host_and_stay(self.listen()?, &payload)? } else { Vec::new() };
+        let lines = if self.size > 1 { self.host_and_stay(self.listen()?, &payload, &NO_NONCE)? } else { Vec::new() };
         Ok((payload, lines))
     }
 
@@ -243,13 +257,19 @@ impl Meeting {
     /// # Errors
     /// [`Error::Rendezvous`].
     pub fn host(&self, listener: TcpListener, payload: &Payload) -> Result<()> {
-        self.host_and_stay(listener, payload).map(drop)
+        self.host_and_stay(listener, payload, &NO_NONCE).map(drop)
     }
 
-    fn host_and_stay(&self, listener: TcpListener, payload: &Payload) -> Result<Vec<(usize, TcpStream)>> {
+    /// As [`Meeting::host`], for callers that know a nonce; the connections stay open.
+    pub(super) fn host_and_stay(
+        &self,
+        listener: TcpListener,
+        payload: &Payload,
+        nonce: &Nonce,
+    ) -> Result<Vec<(usize, TcpStream)>> {
         self.check()?;
         let mut room = Room { seats: (0..self.size).map(|_| None).collect(), strangers: 0 };
-        match self.fill(&listener, &mut room) {
+        match self.fill(&listener, &mut room, nonce) {
             Ok(()) => Ok(room.dismiss(ACCEPTED, payload)),
             Err(message) => {
                 room.dismiss(REFUSED, message.as_bytes());
@@ -258,7 +278,7 @@ impl Meeting {
         }
     }
 
-    fn fill(&self, listener: &TcpListener, room: &mut Room) -> std::result::Result<(), String> {
+    fn fill(&self, listener: &TcpListener, room: &mut Room, nonce: &Nonce) -> std::result::Result<(), String> {
         listener.set_nonblocking(true).map_err(|e| format!("cannot listen without blocking: {e}"))?;
         let start = Instant::now();
         let mut callers: Vec<Caller> = Vec::new();
@@ -275,13 +295,20 @@ impl Meeting {
                 match caller.listen() {
                     Heard::NotYet => unknown.push(caller),
                     Heard::Stranger => room.strangers += 1,
+                    Heard::All(hello) if hello.nonce != *nonce => room.strangers += 1,
                     Heard::All(hello) => {
                         let fault = match hello.fault(self) {
                             Some(fault) => {
                                 answer(&caller.stream, REFUSED, fault.as_bytes());
                                 Some(fault)
                             }
-                            None => room.seat(hello.rank as usize, caller.stream, caller.from),
+                            None => {
+                                if *nonce != NO_NONCE {
+                                    answer(&caller.stream, SEATED, &[]);
+                                    let _ = caller.stream.set_nonblocking(true);
+                                }
+                                room.seat(hello.rank as usize, caller.stream, caller.from)
+                            }
                         };
                         if let Some(fault) = fault {
                             return Err(fault);
@@ -331,20 +358,74 @@ impl Meeting {
                 Err(_) => std::thread::sleep(PAUSE.min(left())),
             }
         };
-        let hello = Hello::of(self)?.to_bytes();
+        let hello = Hello::of(self, &NO_NONCE)?.to_bytes();
         stream.write_all(&hello).map_err(|e| self.error(format!("rank 0 hung up: {e}")))?;
-        let mut head = [0; 11];
-        self.read(&mut stream, &mut head, &left)?;
+        let (status, content) = self.answered(&mut stream, &left)?;
+        Ok((self.payload(status, &content)?, stream))
+    }
+
+    /// As [`Meeting::join`], where rank 0 is at one of several addresses: they are tried in turn until one answers as the
+    /// meeting with this nonce.
+    pub(super) fn join_at(&self, candidates: &[SocketAddr], nonce: &Nonce) -> Result<(Payload, TcpStream)> {
+        self.check()?;
+        let start = Instant::now();
+        let left = || self.deadline.saturating_sub(start.elapsed());
+        let hello = Hello::of(self, nonce)?.to_bytes();
+        loop {
+            let mut tried = String::new();
+            for address in candidates {
+                // As in `call`; the first word comes soon where it comes at all.
+                let soon = || left().clamp(Duration::from_millis(1), Duration::from_secs(1));
+                let called = TcpStream::connect_timeout(address, soon()).and_then(|mut stream| {
+                    stream.write_all(&hello)?;
+                    Ok(stream)
+                });
+                let met = called.map_err(|e| self.error(e)).and_then(|mut stream| {
+                    let word = self.answered(&mut stream, &|| Duration::ZERO)?;
+                    Ok((stream, word))
+                });
+                match met {
+                    Ok((mut stream, (SEATED, _))) => {
+                        let (status, content) = self.answered(&mut stream, &left)?;
+                        return Ok((self.payload(status, &content)?, stream));
+                    }
+                    Ok((_, (status, content))) => {
+                        return Err(self
+                            .payload(status, &content)
+                            .err()
+                            .unwrap_or_else(|| self.error("rank 0 gave no seat before its answer")));
+                    }
+                    Err(e) => tried += &format!("; {address}: {e}"),
+                }
+            }
+            if left().is_zero() {
+                let limit = self.deadline;
+                return Err(
+                    self.error(format!("rank 0 does not answer within {limit:?} at any of its addresses{tried}"))
+                );
+            }
+            std::thread::sleep(PAUSE.min(left()));
+        }
+    }
+
+    /// The next answer of rank 0: its status and content.
+    fn answered(&self, stream: &mut TcpStream, left: &dyn Fn() -> Duration) -> Result<(u8, Vec<u8>)> {
+        let mut head = [0; HEAD_BYTES];
+        self.read(stream, &mut head, left)?;
         if head[..8] != MAGIC {
             let hint = "something else listens there; choose another MASTER_PORT for all ranks";
             return Err(self.error(hint));
         }
         let mut content = vec![0; u16::from_le_bytes([head[9], head[10]]).into()];
-        self.read(&mut stream, &mut content, &left)?;
-        match (head[8], Payload::try_from(content.as_slice())) {
-            (ACCEPTED, Ok(payload)) => Ok((payload, stream)),
-            (REFUSED, _) => Err(self.error(format!("rank 0 says: {}", String::from_utf8_lossy(&content)))),
-            _ => Err(self.error(format!("rank 0 answered {} bytes with status {}", content.len(), head[8]))),
+        self.read(stream, &mut content, left)?;
+        Ok((head[8], content))
+    }
+
+    fn payload(&self, status: u8, content: &[u8]) -> Result<Payload> {
+        match (status, Payload::try_from(content)) {
+            (ACCEPTED, Ok(payload)) => Ok(payload),
+            (REFUSED, _) => Err(self.error(format!("rank 0 says: {}", String::from_utf8_lossy(content)))),
+            _ => Err(self.error(format!("rank 0 answered {} bytes with status {status}", content.len()))),
         }
     }
 
