@@ -4,7 +4,8 @@ use super::{Comm, DTYPES, LONG, SHORT, expect, numbers, run, run_with, tag, tens
 use candle_core::{DType, Device, Tensor};
 use candle_cp::comm::{Mesh, Traffic, nccl, share, threads};
 use candle_cp::{Error, LaunchEnvironment};
-use std::time::Instant;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 fn small(values: impl IntoIterator<Item = usize>) -> Tensor {
     let values: Vec<f64> = values.into_iter().map(|x| x as f64).collect();
@@ -105,6 +106,37 @@ fn what_is_on_its_way_in_one_group_leaves_the_others_alone() {
         let stats = world.stats();
         assert_eq!(stats.of(Traffic::KeyValue).messages_sent, 3, "counters are those of the rank");
         assert_eq!(sums.stats(), stats);
+    });
+}
+
+/// A ring goes on while an exchange in another group still waits for a rank that is late.
+#[test]
+fn a_late_rank_holds_up_its_own_groups_only() {
+    let rounds = AtomicUsize::new(0);
+    run(LONG, |world, device, size| {
+        if size < 4 {
+            return;
+        }
+        let mesh = Mesh::new(world.clone(), 2).unwrap();
+        let post = |group: &Comm, step: usize| {
+            let x = tensor(&numbers(world.rank(), step, 500), DType::F32, device);
+            let other = 1 - group.rank();
+            group.exchange(tag(step), Some((other, x)), expect(other, &[500], DType::F32)).unwrap()
+        };
+        // Ranks connect when they first talk.
+        post(mesh.data(), 1).wait().unwrap();
+        if mesh.replica() == 1 {
+            while rounds.load(Ordering::SeqCst) < 2 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        let late = post(mesh.data(), 2);
+        for step in 3..6 {
+            let received = post(mesh.context(), step).wait().unwrap().unwrap();
+            assert_eq!(values(&received.tensor), numbers(world.rank() ^ 1, step, 500));
+        }
+        rounds.fetch_add(1, Ordering::SeqCst);
+        assert_eq!(values(&late.wait().unwrap().unwrap().tensor), numbers(world.rank() ^ 2, 2, 500));
     });
 }
 

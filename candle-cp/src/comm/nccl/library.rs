@@ -216,9 +216,7 @@ impl Library {
             library: "NCCL",
             searched: self.path.display().to_string(),
             message: format!("rank {rank} has {found}, but groups of ranks need {} or newer", named(SPLITS)),
-            fix: "install a newer one (package libnccl2, or pip's nvidia-nccl-cu13) for all ranks, or use one group: data \
-                  or context parallel, not both"
-                .into(),
+            fix: "install a newer one (package libnccl2, or pip's nvidia-nccl-cu13) for all ranks".into(),
         })
     }
 
