@@ -1,11 +1,14 @@
 //! Groups within groups over NCCL, and sums of which each rank keeps its share.
 
-use super::{Comm, DTYPES, LONG, SHORT, expect, numbers, run, run_with, tag, tensor, values};
+use super::{Comm, DTYPES, LONG, expect, numbers, run, run_with, tag, tensor, values};
 use candle_core::{DType, Device, Tensor};
 use candle_cp::comm::{Mesh, Traffic, nccl, share, threads};
 use candle_cp::{Error, LaunchEnvironment};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
+
+/// A deadline that is waited for, but within which groups are made on a machine that does other things as well.
+const ENOUGH: Duration = Duration::from_secs(3);
 
 fn small(values: impl IntoIterator<Item = usize>) -> Tensor {
     let values: Vec<f64> = values.into_iter().map(|x| x as f64).collect();
@@ -222,7 +225,7 @@ fn a_failure_in_one_group_ends_all() {
 #[test]
 fn errors_in_a_group_name_ranks_of_the_world() {
     // The last two ranks: one of them sends something else.
-    run(SHORT, |world, _, size| {
+    run(LONG, |world, _, size| {
         let rank = world.rank();
         let group = world.split(usize::from(rank + 2 >= size)).unwrap();
         if rank + 2 < size {
@@ -237,27 +240,27 @@ fn errors_in_a_group_name_ranks_of_the_world() {
         group
     });
     // Or nothing at all.
-    run(SHORT, |world, _, size| {
+    run(ENOUGH, |world, _, size| {
         let rank = world.rank();
         let group = world.split(usize::from(rank + 2 >= size)).unwrap();
         if rank + 1 != size {
-            std::thread::sleep(3 * SHORT);
-            return;
+            return group;
         }
         let error = group.exchange(tag(1), None, expect(0, &[2], DType::F32)).and_then(|p| p.wait()).err().unwrap();
         assert!(matches!(error, Error::Timeout { rank: r, peer, .. } if r == rank && peer == size - 2), "{error}");
+        group
     });
-    run(SHORT, |world, _, size| {
+    run(ENOUGH, |world, _, size| {
         let rank = world.rank();
         let group = world.split(usize::from(rank + 2 >= size)).unwrap();
         if rank + 1 != size {
-            std::thread::sleep(3 * SHORT);
-            return;
+            return group;
         }
         let error = group.barrier().unwrap_err().to_string();
         let who = if size == 2 { "all 2 ranks".to_string() } else { format!("ranks [{}, {rank}]", rank - 1) };
         let begin = format!("rank {rank}: Barrier (call 0, step 0) with {who} (1 bytes) failed: not complete within");
         assert!(error.starts_with(&begin), "{error}");
+        group
     });
 }
 
