@@ -1,6 +1,9 @@
 //! Ranks over NCCL, as threads with a GPU each: with as many as the machine has, up to four, or on the fake driver and
 //! NCCL of `fake_gpu`, which have no kernels. So the tests only copy on the device.
 
+#[path = "nccl/groups.rs"]
+mod groups;
+
 use candle_core::{DType, Device, Tensor};
 use candle_cp::comm::{Expected, Tag, Traffic, nccl, threads};
 use candle_cp::{Communicator, Error, LaunchEnvironment, Result};
@@ -25,6 +28,10 @@ impl Drop for Ended<'_> {
 
 /// Runs `f` on every rank; `None` (and a line that says so) on a machine with fewer than two GPUs.
 fn run<T: Send>(deadline: Duration, f: impl Fn(&Comm, &Device, usize) -> T + Sync) -> Option<Vec<T>> {
+    run_with(&nccl::Options { deadline, ..Default::default() }, f)
+}
+
+fn run_with<T: Send>(options: &nccl::Options, f: impl Fn(&Comm, &Device, usize) -> T + Sync) -> Option<Vec<T>> {
     let size = (0..4).take_while(|&i| Device::new_cuda_with_stream(i).is_ok()).count();
     if size < 2 {
         eprintln!("not tested: {size} GPUs");
@@ -43,8 +50,7 @@ fn run<T: Send>(deadline: Duration, f: impl Fn(&Comm, &Device, usize) -> T + Syn
                     unsafe { device.as_cuda_device().unwrap().disable_event_tracking() };
                 }
                 let place = LaunchEnvironment { rank, size, local_rank: rank, address: "127.0.0.1".into(), port };
-                let options = nccl::Options { deadline, ..Default::default() };
-                let comm = nccl::connect(&device, &place, &options).unwrap();
+                let comm = nccl::connect(&device, &place, options).unwrap();
                 assert_eq!((comm.rank(), comm.size()), (rank, size));
                 let guard = Ended(ended);
                 let result = f(&comm, &device, size);

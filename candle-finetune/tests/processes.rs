@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 use candle_cp::Communicator;
-use candle_cp::comm::{CommStats, Expected, Pending, Received, Tag, Traffic};
+use candle_cp::comm::{CommStats, Expected, Mesh, Pending, Received, Tag, Traffic};
 use candle_finetune::{Config, Control, Error, Launch, METRICS_FILE, Ranks, Result, StepReport, run, run_on};
 
 const STEPS: usize = 3;
@@ -72,13 +72,41 @@ fn rank(config: &Config, fault: &str, on: usize) -> Result<()> {
         (true, "killed") => std::process::abort(),
         _ => Ok(()),
     };
+    let comm: Arc<dyn Communicator> = Arc::new(OnCpu(comm));
+    if let Some(fault) = fault.strip_prefix("groups ") {
+        return Ok(groups(comm, fault, on)?);
+    }
     let mut config = config.clone();
     if fault == "data" && mine == on {
         config.data = Some("absent.jsonl".into());
     }
-    let ranks = Ranks::Process { comm: Arc::new(OnCpu(comm)), device: Device::Cpu };
+    let ranks = Ranks::Process { comm, device: Device::Cpu };
     let summary = run_on(&config, &Control { observer: &observer, stop: &AtomicBool::new(false) }, &ranks)?;
     assert_eq!(summary.steps, STEPS);
+    Ok(())
+}
+
+/// Sums in the groups of a mesh, until a rank is gone: some wait for it in one group, some in another.
+fn groups(world: Arc<dyn Communicator>, fault: &str, on: usize) -> candle_cp::Result<()> {
+    let (rank, size) = (world.rank(), world.size());
+    let context = if size.is_multiple_of(2) { 2 } else { size };
+    let mesh = Mesh::new(world, context)?;
+    let mine = Tensor::new(&[rank as f32, 1.0], &Device::Cpu)?;
+    let sums = |ranks: Vec<usize>| vec![ranks.iter().sum::<usize>() as f32, ranks.len() as f32];
+    let of_context: Vec<usize> = (0..size).filter(|r| r / context == rank / context).collect();
+    let of_data: Vec<usize> = (0..size).filter(|r| r % context == rank % context).collect();
+    for step in 0..3 {
+        let started = mesh.data().start_reduce_scatter(&mine, Traffic::AllReduce)?;
+        assert_eq!(mesh.context().all_reduce_sum(&mine)?.to_vec1::<f32>()?, sums(of_context.clone()));
+        let share = started.finish()?;
+        let whole = Tensor::cat(&mesh.data().start_all_gather(&share, 0, Traffic::AllReduce)?.finish()?, 0)?;
+        assert_eq!(whole.to_vec1::<f32>()?, sums(of_data.clone()));
+        match (step == 1 && rank == on, fault) {
+            (true, "killed") => std::process::abort(),
+            (true, "abort") => mesh.data().abort("no more data"),
+            _ => {}
+        }
+    }
     Ok(())
 }
 
@@ -142,6 +170,10 @@ impl Communicator for OnCpu {
 
     fn all_gather_uneven(&self, x: &Tensor, dim: usize, traffic: Traffic) -> candle_cp::Result<Vec<Tensor>> {
         self.0.all_gather_uneven(x, dim, traffic)
+    }
+
+    fn reduce_scatter_sum(&self, x: &Tensor) -> candle_cp::Result<Tensor> {
+        self.0.reduce_scatter_sum(x)
     }
 
     fn all_reduce_sum(&self, x: &Tensor) -> candle_cp::Result<Tensor> {
@@ -237,10 +269,11 @@ fn cases() {
         println!("not tested: {size} GPUs");
         return;
     }
-    let cases: [(&str, Case); 6] = [
+    let cases: [(&str, Case); 7] = [
         ("they train as rank threads do, and rank 0 writes", they_train),
         ("a rank that fails ends all", a_rank_that_fails),
         ("a rank that is killed ends all", a_rank_that_is_killed),
+        ("groups in two directions, and a rank of them that is gone", groups_that_break),
         ("another number of processes than --cp", another_number),
         ("half an environment", half_an_environment),
         ("no NCCL", no_nccl),
@@ -297,6 +330,24 @@ fn a_rank_that_is_killed(size: usize) {
         let mut outputs = Group { fault: "killed", on, ..Group::new(dir.path(), size) }.run(|_, _| ());
         assert_eq!(outputs.remove(on).status.code(), None);
         all_say(&outputs, 1, &[&format!("stopped because rank {on} failed: its process ended without a word")]);
+    }
+}
+
+fn groups_that_break(size: usize) {
+    for (fault, on, code, told) in [
+        ("groups none", 0, 0, ""),
+        ("groups killed", 1, 1, "its process ended without a word"),
+        ("groups abort", size - 1, 1, "no more data"),
+    ] {
+        let dir = folder();
+        let mut outputs = Group { fault, on, ..Group::new(dir.path(), size) }.run(|_, _| ());
+        if code == 0 {
+            all_say(&outputs, 0, &[]);
+            continue;
+        }
+        let gone = outputs.remove(on);
+        assert_ne!(gone.status.code(), Some(0), "{}", text(&gone));
+        all_say(&outputs, code, &[&format!("stopped because rank {on} failed: {told}")]);
     }
 }
 

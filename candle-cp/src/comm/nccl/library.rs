@@ -2,8 +2,9 @@
 //!
 //! Candle has cudarc link the CUDA libraries, for all of cudarc's modules at once; with its NCCL module a program could not
 //! even start where NCCL is absent, and could not say so. cudarc's own run-time search does not try `libnccl.so.2`, the
-//! name under which NCCL is installed. So the 17 functions are declared here.
+//! name under which NCCL is installed. So the 20 functions are declared here; `calls` has those that post work.
 
+use super::calls::Calls;
 use crate::error::{Error, Result};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
@@ -22,6 +23,8 @@ pub const IN_PROGRESS: Code = 7;
 const UNDEFINED: c_int = c_int::MIN;
 /// Calls that do not block came with this version.
 const OLDEST: c_int = 21400;
+/// Splitting a communicator came with this version.
+const SPLITS: c_int = 21800;
 /// The library's name with its interface version, then what only development packages install.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
@@ -63,12 +66,8 @@ pub enum DataType {
     BF16 = 9,
 }
 
-/// `ncclSum` of `ncclRedOp_t`.
-const SUM: c_int = 0;
-
-type Collective = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, RawComm, RawStream) -> Code;
-type WithChoice = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, RawComm, RawStream) -> Code;
 type OnComm = unsafe extern "C" fn(RawComm) -> Code;
+type Split = unsafe extern "C" fn(RawComm, c_int, c_int, *mut RawComm, *mut Config) -> Code;
 
 /// NCCL's functions. The library stays open for the life of the process: its threads may outlive a group.
 pub struct Library {
@@ -84,18 +83,19 @@ pub struct Library {
     get_last_error: unsafe extern "C" fn(RawComm) -> *const c_char,
     group_start: unsafe extern "C" fn() -> Code,
     group_end: unsafe extern "C" fn() -> Code,
-    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, RawComm, RawStream) -> Code,
-    recv: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, RawComm, RawStream) -> Code,
-    all_gather: Collective,
-    all_reduce: WithChoice,
-    broadcast: WithChoice,
+    /// From `SPLITS` on.
+    comm_split: Option<Split>,
+    pub(super) calls: Calls,
 }
 
 impl fmt::Debug for Library {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let (major, minor, patch) = (self.version / 10000, self.version / 100 % 100, self.version % 100);
-        write!(f, "NCCL {major}.{minor}.{patch} ({})", self.path.display())
+        write!(f, "{} ({})", named(self.version), self.path.display())
     }
+}
+
+fn named(version: c_int) -> String {
+    format!("NCCL {}.{}.{}", version / 10000, version / 100 % 100, version % 100)
 }
 
 /// Looks up a function in a library that stays open.
@@ -134,9 +134,10 @@ impl Library {
         let fault = |message| unusable(&[path.to_path_buf()], message);
         // SAFETY: the types below are those of nccl.h, the same in all versions from `OLDEST` on.
         let functions = || unsafe {
+            let version = version(function(library, "ncclGetVersion")?);
             Ok::<_, String>(Self {
                 path: path.to_path_buf(),
-                version: version(function(library, "ncclGetVersion")?),
+                version,
                 get_unique_id: function(library, "ncclGetUniqueId")?,
                 comm_init_rank_config: function(library, "ncclCommInitRankConfig")?,
                 comm_finalize: function(library, "ncclCommFinalize")?,
@@ -147,11 +148,16 @@ impl Library {
                 get_last_error: function(library, "ncclGetLastError")?,
                 group_start: function(library, "ncclGroupStart")?,
                 group_end: function(library, "ncclGroupEnd")?,
-                send: function(library, "ncclSend")?,
-                recv: function(library, "ncclRecv")?,
-                all_gather: function(library, "ncclAllGather")?,
-                all_reduce: function(library, "ncclAllReduce")?,
-                broadcast: function(library, "ncclBroadcast")?,
+                comm_split: if version >= SPLITS { Some(function(library, "ncclCommSplit")?) } else { None },
+                calls: Calls {
+                    send: function(library, "ncclSend")?,
+                    recv: function(library, "ncclRecv")?,
+                    all_gather: function(library, "ncclAllGather")?,
+                    all_reduce: function(library, "ncclAllReduce")?,
+                    reduce_scatter: function(library, "ncclReduceScatter")?,
+                    reduce: function(library, "ncclReduce")?,
+                    broadcast: function(library, "ncclBroadcast")?,
+                },
             })
         };
         let found = functions().map_err(fault)?;
@@ -190,6 +196,46 @@ impl Library {
         let code = unsafe { (self.comm_init_rank_config)(&mut comm, number(size)?, id, number(rank)?, &mut config) };
         self.checked(code, std::ptr::null_mut())?;
         if comm.is_null() { Err("NCCL made no communicator".into()) } else { Ok(comm) }
+    }
+
+    /// What this library is, as ranks tell each other.
+    pub fn version(&self) -> i64 {
+        self.version.into()
+    }
+
+    /// Whether a rank with the given version can take part in a split; `rank` is its number.
+    ///
+    /// # Errors
+    /// [`Error::Library`].
+    pub fn check_split(&self, rank: usize, version: i64) -> Result<()> {
+        if version >= SPLITS.into() {
+            return Ok(());
+        }
+        let found = c_int::try_from(version).map_or_else(|_| version.to_string(), named);
+        Err(Error::Library {
+            library: "NCCL",
+            searched: self.path.display().to_string(),
+            message: format!("rank {rank} has {found}, but groups of ranks need {} or newer", named(SPLITS)),
+            fix: "install a newer one (package libnccl2, or pip's nvidia-nccl-cu13) for all ranks".into(),
+        })
+    }
+
+    /// Begins to split a communicator: the ranks that give the same `color` are together, ordered by `key`. When
+    /// [`Library::state`] of `comm` tells that it is through, `made` holds this rank's part.
+    ///
+    /// # Safety
+    /// `comm` is live; `made` may be written to until it is through or has ended.
+    pub unsafe fn split(
+        &self,
+        comm: RawComm,
+        color: usize,
+        key: usize,
+        made: *mut RawComm,
+    ) -> std::result::Result<(), String> {
+        let Some(split) = self.comm_split else { return Err(format!("{self:?} cannot split a communicator")) };
+        // SAFETY: as the caller vouches; without a configuration the new one has that of `comm`. Colors and keys are
+        // ranks, which fit.
+        self.checked(unsafe { split(comm, color as c_int, key as c_int, made, std::ptr::null_mut()) }, comm)
     }
 
     /// Whether all calls so far are through: `Ok(false)` while one is in progress.
@@ -235,95 +281,6 @@ impl Library {
         };
         self.checked(posted, comm)?;
         self.checked(ended, comm)
-    }
-
-    /// # Safety
-    /// `comm` and `stream` are live; `data` holds `count` elements on their device until the stream has passed the call.
-    pub unsafe fn send(
-        &self,
-        data: u64,
-        count: usize,
-        kind: DataType,
-        to: usize,
-        comm: RawComm,
-        stream: RawStream,
-    ) -> Code {
-        // SAFETY: as the caller vouches. Ranks fit, or the communicator would not be there.
-        unsafe { (self.send)(data as *const c_void, count, kind as c_int, to as c_int, comm, stream) }
-    }
-
-    /// # Safety
-    /// As [`Library::send`].
-    pub unsafe fn recv(
-        &self,
-        into: u64,
-        count: usize,
-        kind: DataType,
-        from: usize,
-        comm: RawComm,
-        stream: RawStream,
-    ) -> Code {
-        // SAFETY: as the caller vouches.
-        unsafe { (self.recv)(into as *mut c_void, count, kind as c_int, from as c_int, comm, stream) }
-    }
-
-    /// # Safety
-    /// As [`Library::send`]; `into` holds `count` elements per rank.
-    pub unsafe fn all_gather(
-        &self,
-        data: u64,
-        into: u64,
-        count: usize,
-        kind: DataType,
-        comm: RawComm,
-        stream: RawStream,
-    ) -> Code {
-        // SAFETY: as the caller vouches.
-        unsafe { (self.all_gather)(data as *const c_void, into as *mut c_void, count, kind as c_int, comm, stream) }
-    }
-
-    /// # Safety
-    /// As [`Library::send`], for both places.
-    pub unsafe fn all_reduce_sum(
-        &self,
-        data: u64,
-        into: u64,
-        count: usize,
-        kind: DataType,
-        comm: RawComm,
-        stream: RawStream,
-    ) -> Code {
-        // SAFETY: as the caller vouches.
-        unsafe {
-            (self.all_reduce)(data as *const c_void, into as *mut c_void, count, kind as c_int, SUM, comm, stream)
-        }
-    }
-
-    /// # Safety
-    /// As [`Library::send`], for both places, which may be the same.
-    #[expect(clippy::too_many_arguments, reason = "NCCL's own list")]
-    pub unsafe fn broadcast(
-        &self,
-        data: u64,
-        into: u64,
-        count: usize,
-        kind: DataType,
-        root: usize,
-        comm: RawComm,
-        stream: RawStream,
-    ) -> Code {
-        // SAFETY: as the caller vouches.
-        unsafe {
-            (self.broadcast)(
-                data as *const c_void,
-                into as *mut c_void,
-                count,
-                kind as c_int,
-                root as c_int,
-                comm,
-                stream,
-            )
-        }
     }
 }
 

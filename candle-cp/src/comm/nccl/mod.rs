@@ -16,6 +16,18 @@
 //! not arrive, and a silent peer ends in an error here instead of hanging at some later copy to the host. Calls of NCCL do
 //! not block either (`blocking = 0`), so that the deadline holds while connections are made, too.
 //!
+//! # Groups
+//!
+//! A group made by [`Communicator::split`] (NCCL 2.18 or newer; older ones are an error that says so) has a communicator and
+//! a stream of its own, so its messages neither mix with those of other groups nor queue behind them. Device, counters and
+//! failures belong to the rank: a failure in one group aborts the communicators of all, and errors name ranks of the world.
+//!
+//! NCCL wants the work of several communicators posted in the same order on all devices. Every rank makes the same calls in
+//! the same order, and no call posts anything later, so that holds where one thread of a rank starts whatever is exchanged;
+//! waiting may be left to others. What is started early (sums that are scattered, gathered slices) is the plain algorithm
+//! over exchanges: it may be waited for in any order. [`Communicator::start_all_gather`] accepts slices of any size, so it
+//! waits for the headers of all ranks.
+//!
 //! # What is checked
 //!
 //! Before each message goes a header with its tag, type and shape. The receiver compares it with what it expects, also if
@@ -25,40 +37,44 @@
 //!
 //! # Failing
 //!
-//! The first failure (a mismatch, NCCL's own fault, the deadline) aborts the communicator, and every later call says so.
+//! The first failure (a mismatch, NCCL's own fault, the deadline) aborts the communicators, and every later call says so.
 //! Peers notice by NCCL's state (the connection broke) or by their deadline. A rank that fails for another reason says so
 //! ([`Communicator::abort`]) over the connection by which the ranks met, which also tells that a process is gone: then
-//! waits of all ranks end with [`Error::PeerFailed`](crate::Error::PeerFailed) ([`lifeline`](super::lifeline)). Dropped without failure, the communicator is
-//! finalized within ten seconds or aborted.
+//! waits of all ranks end with [`Error::PeerFailed`](crate::Error::PeerFailed) ([`lifeline`](super::lifeline)). Dropped without failure, a
+//! communicator is finalized within ten seconds or aborted.
 //!
 //! # Counters
 //!
 //! As those of rank threads: collectives count what the plain algorithm sends, whatever way NCCL takes; headers are not
 //! counted. Tensors of collectives are not counted as alive.
 
+mod calls;
 mod collectives;
 mod library;
 mod link;
 mod pending;
+mod shared;
 mod tensors;
 
 use super::lifeline::Lifeline;
 use super::rendezvous::Meeting;
-use super::{CommStats, Communicator, Counters, Expected, Pending, Tag, Traffic};
+use super::{CommStats, Communicator, Expected, Pending, Tag, Traffic};
 use crate::error::{Error, Result};
 use crate::launch::LaunchEnvironment;
 use candle_core::{Device, Tensor};
 use library::{Library, UniqueId};
 use link::Link;
+use shared::Shared;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// How [`connect`] makes a group.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Longest time until all ranks have come, and again until they are connected.
+    /// Longest time until all ranks have come, and again until they are connected, also in a group made by
+    /// [`Communicator::split`].
     pub meeting: Duration,
     /// Longest time that a rank waits for one message, with the computation that it waits for itself.
     pub deadline: Duration,
@@ -78,7 +94,9 @@ impl Default for Options {
 /// the CPU are copied to it, and what comes back for them is on the CPU; without a sent tensor, what is received is on the
 /// GPU.
 ///
-/// Sums are NCCL's: the same bits on every rank, in NCCL's order of adding, and for narrow types in that type.
+/// Sums are NCCL's: the same bits on every rank, in NCCL's order of adding, and for narrow types in that type. So a share
+/// of a sum need not have the bits of the whole sum, unlike with the other backends; those that are started early
+/// ([`Communicator::start_reduce_scatter`]) are added up in rank order.
 ///
 /// # Errors
 /// [`Error::Argument`] for a device that is not a CUDA device with a stream of its own, [`Error::Library`] without NCCL,
@@ -123,45 +141,59 @@ pub fn connect(device: &Device, place: &LaunchEnvironment, options: &Options) ->
     })?;
     let lifeline =
         Lifeline::new(place.rank, lines).map_err(|e| meeting.error(format!("listening to the others: {e}")))?;
-    let who = (place.rank, place.size);
-    let mut link = Link::join(library, UniqueId(id), who, cuda.clone(), options.meeting, lifeline)?;
-    link.deadline = options.deadline;
-    Ok(Arc::new(NcclRank { link: Arc::new(link), counters: Arc::default(), calls: AtomicU64::new(0) }))
+    let shared = Shared {
+        library,
+        device: cuda.clone(),
+        compute: cuda.cuda_stream(),
+        lifeline,
+        counters: Arc::default(),
+        rank: place.rank,
+        size: place.size,
+        meeting: options.meeting,
+        deadline: options.deadline,
+        state: Mutex::default(),
+    };
+    Ok(Arc::new(NcclRank::new(Link::join(shared, UniqueId(id))?)))
 }
 
 /// One rank of a group of processes.
 struct NcclRank {
     link: Arc<Link>,
-    counters: Arc<Counters>,
     calls: AtomicU64,
 }
 
 impl std::fmt::Debug for NcclRank {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        write!(f, "rank {} of {} processes over {:?}", self.link.rank, self.link.size, self.link.library())
+        let link = &self.link;
+        write!(f, "rank {} of {} processes over {:?}", link.rank, link.size(), link.shared.library)
     }
 }
 
 impl NcclRank {
+    fn new(link: Link) -> Self {
+        Self { link: Arc::new(link), calls: AtomicU64::new(0) }
+    }
+
     fn call(&self) -> u64 {
         self.calls.fetch_add(1, Ordering::Relaxed)
     }
 
     fn check_rank(&self, rank: usize, itself: bool) -> Result<()> {
         let link = &self.link;
-        if rank < link.size && (itself || rank != link.rank) {
+        if rank < link.size() && (itself || rank != link.rank) {
             return Ok(());
         }
-        let allowed = format!("rank {} of {} can talk to the other ranks", link.rank, link.size);
+        let allowed = format!("rank {} of {} can talk to the other ranks", link.rank, link.size());
         Err(Error::argument("peer", rank, allowed, "use a rank of the group"))
     }
 
     /// A contiguous tensor on this rank's device, without a graph.
     fn bring(&self, x: &Tensor) -> Result<Tensor> {
-        let own = Device::Cuda(self.link.device.clone());
+        let own = Device::Cuda(self.link.device().clone());
         if !x.device().is_cpu() && !x.device().same_device(&own) {
             let given = format!("{:?}", x.device().location());
-            let allowed = format!("rank {} sends from the device it was connected with, or the CPU", self.link.rank);
+            let allowed =
+                format!("rank {} sends from the device it was connected with, or the CPU", self.link.shared.rank);
             return Err(Error::argument("device", given, allowed, "make one Device per process and clone it"));
         }
         Ok(x.detach().contiguous()?.to_device(&own)?)
@@ -174,7 +206,24 @@ impl Communicator for NcclRank {
     }
 
     fn size(&self) -> usize {
-        self.link.size
+        self.link.size()
+    }
+
+    fn world_rank(&self, rank: usize) -> usize {
+        self.link.world_rank(rank)
+    }
+
+    fn split(&self, color: usize) -> Result<Arc<dyn Communicator>> {
+        let link = &self.link;
+        let mine = Tensor::new(&[color as i64, link.shared.library.version()], &Device::Cpu)?;
+        let all =
+            self.all_gather(&mine)?.iter().map(Tensor::to_vec1::<i64>).collect::<candle_core::Result<Vec<_>>>()?;
+        // All ranks find the same one, so none is left alone with its attempt.
+        for (rank, theirs) in all.iter().enumerate() {
+            link.shared.library.check_split(link.world_rank(rank), theirs[1])?;
+        }
+        let ranks: Vec<usize> = (0..link.size()).filter(|&rank| all[rank][0] == color as i64).collect();
+        Ok(Arc::new(Self::new(link.split(&ranks)?)))
     }
 
     fn next_call(&self) -> u64 {
@@ -188,38 +237,45 @@ impl Communicator for NcclRank {
         let from_cpu = send.as_ref().is_some_and(|(_, tensor)| tensor.device().is_cpu());
         let home = from_cpu.then_some(Device::Cpu);
         let sent = send.map(|(to, tensor)| Ok::<_, Error>((to, self.bring(&tensor)?))).transpose()?;
-        Ok(Box::new(pending::NcclPending::post(&self.link, &self.counters, tag, sent, receive, home)?))
+        Ok(Box::new(pending::NcclPending::post(&self.link, tag, sent, receive, home)?))
     }
 
     fn stats(&self) -> CommStats {
-        self.counters.snapshot()
+        self.link.counters().snapshot()
     }
 
     fn abort(&self, reason: &str) {
-        self.link.fail(reason);
+        self.link.shared.fail(reason);
     }
 
     fn peer_failure(&self) -> Option<(usize, String)> {
-        self.link.peer_failure()
+        self.link.shared.peer_failure()
     }
 
     fn all_gather_uneven(&self, x: &Tensor, dim: usize, traffic: Traffic) -> Result<Vec<Tensor>> {
-        match self.link.size {
+        match self.link.size() {
             1 => Ok(vec![x.detach().contiguous()?]),
             _ => self.gather(x, dim, traffic),
         }
     }
 
     fn all_reduce_sum(&self, x: &Tensor) -> Result<Tensor> {
-        if self.link.size == 1 { Ok(x.detach()) } else { self.sum(x) }
+        if self.link.size() == 1 { Ok(x.detach()) } else { self.sum(x) }
+    }
+
+    fn reduce_scatter_sum(&self, x: &Tensor) -> Result<Tensor> {
+        match self.link.size() {
+            1 => Ok(x.detach().contiguous()?.flatten_all()?),
+            _ => self.sum_of_share(x),
+        }
     }
 
     fn broadcast(&self, x: &Tensor, root: usize) -> Result<Tensor> {
         self.check_rank(root, true)?;
-        if self.link.size == 1 { Ok(x.detach().contiguous()?) } else { self.send_from(x, root) }
+        if self.link.size() == 1 { Ok(x.detach().contiguous()?) } else { self.send_from(x, root) }
     }
 
     fn barrier(&self) -> Result<()> {
-        if self.link.size == 1 { Ok(()) } else { self.meet() }
+        if self.link.size() == 1 { Ok(()) } else { self.meet() }
     }
 }

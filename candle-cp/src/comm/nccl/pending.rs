@@ -1,10 +1,11 @@
 //! Point-to-point exchanges.
 
+use super::calls::Elements;
 use super::library::SUCCESS;
 use super::link::{About, Link, Slot};
 use super::tensors::{self, Landing};
 use crate::comm::header::{self, Header};
-use crate::comm::{Alive, Counters, Expected, Pending, Received, Tag};
+use crate::comm::{Alive, Expected, Pending, Received, Tag};
 use crate::error::Result;
 use candle_core::cuda_backend::cudarc::driver::CudaEvent;
 use candle_core::{DType, Device, Tensor};
@@ -14,7 +15,6 @@ use std::time::Instant;
 /// An exchange on its way. Dropped without a wait, it keeps what the device may still use out of others' hands.
 pub struct NcclPending {
     link: Arc<Link>,
-    counters: Arc<Counters>,
     tag: Tag,
     /// Where the received tensor goes: the CPU if the sent one came from there.
     home: Option<Device>,
@@ -48,7 +48,6 @@ impl NcclPending {
     /// Posts the headers, then the tensors. Without an expected shape the host waits for the header here.
     pub fn post(
         link: &Arc<Link>,
-        counters: &Arc<Counters>,
         tag: Tag,
         sent: Option<(usize, Tensor)>,
         expected: Option<Expected>,
@@ -70,13 +69,12 @@ impl NcclPending {
             }
         };
         let sent = sent.map(|(to, tensor)| {
-            let alive = Alive::new(counters, tag.traffic, &tensor);
-            counters.sent(tag.traffic, alive.bytes());
+            let alive = Alive::new(link.counters(), tag.traffic, &tensor);
+            link.counters().sent(tag.traffic, alive.bytes());
             (to, tensor, alive)
         });
-        let (link, counters) = (link.clone(), counters.clone());
-        let mut pending =
-            Self { link, counters, tag, home, sent, receive: None, slot: Some(slot), headers_done, done: None };
+        let (link, slot) = (link.clone(), Some(slot));
+        let mut pending = Self { link, tag, home, sent, receive: None, slot, headers_done, done: None };
         pending.receive = expected.map(|expected| pending.land(expected)).transpose()?;
         pending.post_tensors(&about)?;
         Ok(pending)
@@ -89,13 +87,13 @@ impl NcclPending {
             None => {
                 let start = Instant::now();
                 let header = self.header(from, dtype, None);
-                self.counters.waited(self.tag.traffic, start.elapsed());
+                self.link.counters().waited(self.tag.traffic, start.elapsed());
                 header?.dims
             }
         };
         let mut receive = Receive { from, dtype, dims, landing: None };
         if receive.bytes() > 0 {
-            receive.landing = Some(Landing::new(&self.link.device, dtype, receive.elements())?);
+            receive.landing = Some(Landing::new(self.link.device(), dtype, receive.elements())?);
         }
         Ok(receive)
     }
@@ -105,27 +103,17 @@ impl NcclPending {
         // What is sent has been computed, and the memory for what comes is free, when the device gets there.
         link.after_compute(about)?;
         let sent = self.sent.as_ref().filter(|(_, tensor, _)| tensor.elem_count() > 0);
-        let out = match sent {
-            Some((to, tensor, _)) => Some((*to, tensor.elem_count(), tensors::data_type(tensor.dtype())?)),
-            None => None,
-        };
-        let into = match &self.receive {
-            Some(r) if r.landing.is_some() => Some((r.from, r.elements(), tensors::data_type(r.dtype)?)),
-            _ => None,
-        };
-        // Unused where there is nothing to send or to receive.
-        let post = |data: u64, place: u64| {
-            link.post(about, |nccl, comm, stream| {
+        let (to, from) = (sent.map(|(to, ..)| *to), self.receive.as_ref().map(|receive| receive.from));
+        let post = |data: Option<Elements>, into: Option<Elements>| {
+            link.post(about, |way| {
                 let mut code = SUCCESS;
-                if let Some((to, count, kind)) = out {
-                    // SAFETY: the tensor is contiguous with `count` elements and kept until the device is through.
-                    code = unsafe { nccl.send(data, count, kind, to, comm, stream) };
+                if let Some((data, to)) = data.zip(to) {
+                    // SAFETY: the tensor is contiguous and kept until the device is through.
+                    code = unsafe { way.send(data, to) };
                 }
-                match into {
-                    // SAFETY: the landing has room for `count` elements and is kept until the device is through.
-                    Some((from, count, kind)) if code == SUCCESS => unsafe {
-                        nccl.recv(place, count, kind, from, comm, stream)
-                    },
+                match into.zip(from) {
+                    // SAFETY: the landing is kept until the device is through.
+                    Some((into, from)) if code == SUCCESS => unsafe { way.recv(into, from) },
                     _ => code,
                 }
             })
@@ -133,11 +121,11 @@ impl NcclPending {
         let landing = self.receive.as_mut().and_then(|receive| receive.landing.as_mut());
         match (sent, landing) {
             (None, None) => {}
-            (Some((_, tensor, _)), None) => tensors::reading(tensor, &link.stream, |data| post(data, 0))?,
-            (None, Some(landing)) => landing.writing(&link.stream, |place| post(0, place))?,
-            (Some((_, tensor, _)), Some(landing)) => {
-                tensors::reading(tensor, &link.stream, |data| landing.writing(&link.stream, |place| post(data, place)))?
-            }
+            (Some((_, tensor, _)), None) => tensors::reading(tensor, &link.stream, |data| post(Some(data), None))?,
+            (None, Some(landing)) => landing.writing(&link.stream, |into| post(None, Some(into)))?,
+            (Some((_, tensor, _)), Some(landing)) => tensors::reading(tensor, &link.stream, |data| {
+                landing.writing(&link.stream, |into| post(Some(data), Some(into)))
+            })?,
         }
         self.done = Some(link.mark(about)?);
         Ok(())
@@ -151,7 +139,8 @@ impl NcclPending {
         self.link.wait(&about, &self.headers_done)?;
         let slot = self.slot.as_ref().expect("kept until the end");
         let numbers = self.link.headers(&about, slot)?.next().unwrap_or_default();
-        header::checked(numbers, (self.link.rank, from), (self.tag, dtype, dims)).map_err(|e| self.link.end(e))
+        let who = (self.link.world_rank(self.link.rank), self.link.world_rank(from));
+        header::checked(numbers, who, (self.tag, dtype, dims)).map_err(|e| self.link.end(e))
     }
 
     fn finish(&mut self) -> Result<Option<Received>> {
@@ -164,21 +153,21 @@ impl NcclPending {
         let done = self.done.take().expect("posted");
         let passed = self.link.wait(&about, &done);
         // For the memory that goes back to the device's own stream, and for readers of what came.
-        self.link.cuda(&about, self.link.compute.wait(&done))?;
+        self.link.cuda(&about, self.link.compute().wait(&done))?;
         passed?;
         self.link.give_back(self.slot.take().expect("kept until the end"));
         self.sent = None;
         let Some(receive) = self.receive.take() else { return Ok(None) };
         let tensor = match receive.landing {
             Some(landing) => landing.into_tensor(&receive.dims),
-            None => Tensor::zeros(receive.dims, receive.dtype, &Device::Cuda(self.link.device.clone()))?,
+            None => Tensor::zeros(receive.dims, receive.dtype, &Device::Cuda(self.link.device().clone()))?,
         };
         let tensor = match &self.home {
             Some(home) => tensor.to_device(home)?,
             None => tensor,
         };
-        let alive = Alive::new(&self.counters, self.tag.traffic, &tensor);
-        self.counters.received(self.tag.traffic, alive.bytes());
+        let alive = Alive::new(self.link.counters(), self.tag.traffic, &tensor);
+        self.link.counters().received(self.tag.traffic, alive.bytes());
         Ok(Some(Received { tensor, _alive: Box::new(alive) }))
     }
 }
@@ -187,7 +176,7 @@ impl Pending for NcclPending {
     fn wait(mut self: Box<Self>) -> Result<Option<Received>> {
         let start = Instant::now();
         let received = self.finish();
-        self.counters.waited(self.tag.traffic, start.elapsed());
+        self.link.counters().waited(self.tag.traffic, start.elapsed());
         received
     }
 }
@@ -196,7 +185,7 @@ impl Drop for NcclPending {
     fn drop(&mut self) {
         let Some(slot) = self.slot.take() else { return };
         // Tensors go back to the device's own stream, which first lets the communicator's pass.
-        let _ = self.link.compute.join(&self.link.stream);
+        let _ = self.link.compute().join(&self.link.stream);
         self.link.retire(slot);
     }
 }

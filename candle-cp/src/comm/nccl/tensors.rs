@@ -1,5 +1,6 @@
 //! Tensors as NCCL sees them: a place in the device's memory, a number of elements and their type.
 
+use super::calls::Elements;
 use super::library::DataType;
 use crate::error::{Error, Result};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
@@ -8,7 +9,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{DType, Storage, Tensor};
 
 /// NCCL's name of a type; those that a header admits.
-pub fn data_type(dtype: DType) -> Result<DataType> {
+fn data_type(dtype: DType) -> Result<DataType> {
     Ok(match dtype {
         DType::U8 => DataType::U8,
         DType::U32 => DataType::U32,
@@ -42,13 +43,15 @@ macro_rules! with_slice {
     };
 }
 
-/// Calls `post` with the address of a contiguous tensor, which `stream` reads.
-pub fn reading<R>(tensor: &Tensor, stream: &CudaStream, post: impl FnOnce(u64) -> Result<R>) -> Result<R> {
+/// Calls `post` with the elements of a contiguous tensor, which `stream` reads.
+pub fn reading<R>(tensor: &Tensor, stream: &CudaStream, post: impl FnOnce(Elements) -> Result<R>) -> Result<R> {
     fn read<T, R>(s: &CudaSlice<T>, at: usize, stream: &CudaStream, post: impl FnOnce(u64) -> Result<R>) -> Result<R> {
         // The guard notes the reading in the stream when it is dropped: after the call is posted.
         let (pointer, _read) = s.device_ptr(stream);
         post(pointer + (at * std::mem::size_of::<T>()) as u64)
     }
+    let (count, kind) = (tensor.elem_count(), data_type(tensor.dtype())?);
+    let post = |at| post(Elements { at, count, kind });
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cuda(cuda) = &*storage else {
         return Err(Error::argument("device", "the CPU", "NCCL reads the GPU's memory", "move the tensor first"));
@@ -61,6 +64,7 @@ pub struct Landing {
     slice: CudaStorageSlice,
     device: CudaDevice,
     dtype: DType,
+    elements: usize,
 }
 
 impl Landing {
@@ -79,15 +83,17 @@ impl Landing {
                 other => return Err(unsupported(other)),
             }
         };
-        Ok(Self { slice, device: device.clone(), dtype })
+        Ok(Self { slice, device: device.clone(), dtype, elements })
     }
 
-    /// Calls `post` with the address, which `stream` writes to.
-    pub fn writing<R>(&mut self, stream: &CudaStream, post: impl FnOnce(u64) -> Result<R>) -> Result<R> {
+    /// Calls `post` with the room there is, which `stream` writes to.
+    pub fn writing<R>(&mut self, stream: &CudaStream, post: impl FnOnce(Elements) -> Result<R>) -> Result<R> {
         fn write<T, R>(s: &mut CudaSlice<T>, stream: &CudaStream, post: impl FnOnce(u64) -> Result<R>) -> Result<R> {
             let (pointer, _written) = s.device_ptr_mut(stream);
             post(pointer)
         }
+        let (count, kind) = (self.elements, data_type(self.dtype)?);
+        let post = |at| post(Elements { at, count, kind });
         with_slice!(&mut self.slice, self.dtype, slice => write(slice, stream, post))
     }
 
