@@ -20,8 +20,10 @@ use crate::device::ComputeDevice;
 use crate::error::{Error, Result};
 use crate::family::Family;
 use crate::hub::{HubOptions, PullEvent, resolve_data, resolve_model};
+use crate::launch::Launch;
 use crate::optimizer::AdamWConfig;
 use crate::schedule::ScheduleKind;
+use crate::transport::Transport;
 
 /// Most ranks that one process may start as threads.
 const MAX_RANKS: usize = 64;
@@ -83,6 +85,8 @@ pub struct Config {
     pub device: ComputeDevice,
     /// `parallel.cp`: ranks that share every sequence.
     pub cp: usize,
+    /// `parallel.comm`: what ranks are, and over what they talk.
+    pub comm: Transport,
     /// `parallel.layout`: which tokens each rank owns.
     pub layout: LayoutKind,
     /// `out.dir`: folder for everything that the run leaves.
@@ -95,6 +99,8 @@ pub struct Config {
     pub tensorboard: bool,
     /// Where model and data are on this machine; [`Config::resolve`] fills it in. Not a setting.
     pub sources: Sources,
+    /// Who started this process; [`layered_settings`](crate::layered_settings) fills it in. Not a setting.
+    pub launch: Launch,
     /// How often each held-out digit is read at the end, in other conversations each time; 0 leaves the test out. Not a
     /// setting of users.
     pub held_out_rounds: usize,
@@ -178,12 +184,14 @@ impl Default for Config {
             optimizer: AdamWConfig::default(),
             device: ComputeDevice::Cpu,
             cp: 2,
+            comm: Transport::Auto,
             layout: LayoutKind::HeadTail,
             out: PathBuf::from("runs/finetune_gemma4"),
             save_every: None,
             keep: 2,
             tensorboard: false,
             sources: Sources::default(),
+            launch: Launch::alone(),
             held_out_rounds: 2,
         }
     }
