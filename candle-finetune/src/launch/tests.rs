@@ -19,7 +19,8 @@ fn from(table: &[(&str, &str)]) -> Result<Launch> {
 
 /// As OpenMPI tells on several machines.
 fn mpirun(rank: &str, size: &str) -> Launch {
-    from(&[("OMPI_COMM_WORLD_RANK", rank), ("OMPI_COMM_WORLD_SIZE", size), ("OMPI_COMM_WORLD_LOCAL_RANK", "0")]).unwrap()
+    from(&[("OMPI_COMM_WORLD_RANK", rank), ("OMPI_COMM_WORLD_SIZE", size), ("OMPI_COMM_WORLD_LOCAL_RANK", "0")])
+        .unwrap()
 }
 
 fn config(device: &str, cp: usize) -> Config {
@@ -69,7 +70,8 @@ fn processes_on_cpus_talk_over_mpi() {
                     continue;
                 }
                 let text = refused(&second, &config);
-                let start = format!("{name} \"4\": allowed is 1 on CPUs: this program was built without the feature `mpi`");
+                let start =
+                    format!("{name} \"4\": allowed is 1 on CPUs: this program was built without the feature `mpi`");
                 assert!(text.starts_with(&start), "{text}");
                 assert!(text.contains("cargo build --release --features mpi --example finetune_gemma4"), "{text}");
                 let line = format!("mpirun -n 4 --bind-to none target/release/examples/finetune_gemma4 --cp {cp};");
@@ -86,7 +88,10 @@ fn processes_with_gpus_talk_over_nccl() {
         if !cfg!(feature = "nccl") {
             let text = refused(&second, &over(comm, "cuda", 4));
             assert!(text.starts_with("WORLD_SIZE \"4\": allowed is 1 with GPUs"), "{text}");
-            assert!(text.contains("feature `nccl`") && text.contains("cargo build --release --features nccl"), "{text}");
+            assert!(
+                text.contains("feature `nccl`") && text.contains("cargo build --release --features nccl"),
+                "{text}"
+            );
             continue;
         }
         for cp in [1, 2, 4] {
@@ -171,5 +176,8 @@ fn mpi_has_to_say_what_the_launcher_said() {
     assert!(text.contains("linked with another MPI") && text.contains("--comm threads"), "{text}");
     assert!(check_world(Some(&place), 2, 4).is_err());
     let text = check_world(None, 1, 4).unwrap_err().to_string();
-    assert!(text.starts_with("no launcher says that this is one of several processes, but MPI says rank 1 of 4"), "{text}");
+    assert!(
+        text.starts_with("no launcher says that this is one of several processes, but MPI says rank 1 of 4"),
+        "{text}"
+    );
 }
