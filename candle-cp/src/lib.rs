@@ -44,7 +44,7 @@ mod element;
 mod error;
 mod gathered;
 pub mod gpu;
-mod launch;
+pub mod launch;
 mod layout;
 mod loss;
 mod mask;
@@ -64,7 +64,9 @@ pub use context::CpContext;
 pub use coordinates::{Coordinates, attend_with_coordinates};
 pub use error::{Error, Result};
 pub use gathered::GatheredKeys;
-pub use launch::{LaunchEnvironment, launch_environment, launch_environment_from, prepare_process};
+pub use launch::{
+    LaunchEnvironment, Launcher, launch_environment, launch_environment_from, prepare_process, prepare_rank_process,
+};
 pub use layout::{LayoutKind, SequenceLayout};
 pub use loss::{LossOptions, linear_cross_entropy};
 pub use mask::{MaskRule, TokenAt};

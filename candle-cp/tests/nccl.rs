@@ -6,7 +6,7 @@ mod groups;
 
 use candle_core::{DType, Device, Tensor};
 use candle_cp::comm::{Expected, Tag, Traffic, nccl, threads};
-use candle_cp::{Communicator, Error, LaunchEnvironment, Result};
+use candle_cp::{Communicator, Error, LaunchEnvironment, Result, launch_environment_from};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -16,6 +16,19 @@ const SHORT: Duration = Duration::from_millis(400);
 const DTYPES: [DType; 7] = [DType::U8, DType::U32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
 
 type Comm = Arc<dyn Communicator>;
+
+/// As torchrun tells on one machine.
+fn place(rank: usize, size: usize, port: u16) -> LaunchEnvironment {
+    let (rank, size, port) = (rank.to_string(), size.to_string(), port.to_string());
+    let value = |name: &str| match name {
+        "RANK" | "LOCAL_RANK" => Some(rank.clone()),
+        "WORLD_SIZE" | "LOCAL_WORLD_SIZE" => Some(size.clone()),
+        "MASTER_ADDR" => Some("127.0.0.1".to_string()),
+        "MASTER_PORT" => Some(port.clone()),
+        _ => None,
+    };
+    launch_environment_from(value).unwrap().unwrap()
+}
 
 /// Counts a rank as through when it is dropped, also by a panic.
 struct Ended<'a>(&'a AtomicUsize);
@@ -49,7 +62,7 @@ fn run_with<T: Send>(options: &nccl::Options, f: impl Fn(&Comm, &Device, usize) 
                     // SAFETY: the tests use the device's own stream only.
                     unsafe { device.as_cuda_device().unwrap().disable_event_tracking() };
                 }
-                let place = LaunchEnvironment { rank, size, local_rank: rank, address: "127.0.0.1".into(), port };
+                let place = place(rank, size, port);
                 let comm = nccl::connect(&device, &place, options).unwrap();
                 assert_eq!((comm.rank(), comm.size()), (rank, size));
                 let guard = Ended(ended);
@@ -327,7 +340,7 @@ fn the_librarys_own_words_are_in_the_error() {
 
 #[test]
 fn other_devices_are_refused() {
-    let place = LaunchEnvironment { rank: 0, size: 1, local_rank: 0, address: "127.0.0.1".into(), port: 1 };
+    let place = place(0, 1, 1);
     let connect = |device: &Device| nccl::connect(device, &place, &nccl::Options::default()).unwrap_err().to_string();
     assert!(connect(&Device::Cpu).contains("device is not a CUDA device"));
     match Device::new_cuda(0) {

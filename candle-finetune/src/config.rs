@@ -21,8 +21,10 @@ use crate::device::ComputeDevice;
 use crate::error::{Error, Result};
 use crate::family::Family;
 use crate::hub::{HubOptions, PullEvent, resolve_data, resolve_model};
+use crate::launch::Launch;
 use crate::optimizer::AdamWConfig;
 use crate::schedule::ScheduleKind;
+use crate::transport::Transport;
 
 /// Most ranks that one process may start as threads.
 const MAX_RANKS: usize = 64;
@@ -94,6 +96,8 @@ pub struct Config {
     pub zero: usize,
     /// `parallel.deadline`: longest time that a rank waits for another one.
     pub deadline: Duration,
+    /// `parallel.comm`: what ranks are, and over what they talk.
+    pub comm: Transport,
     /// `parallel.layout`: which tokens each rank owns.
     pub layout: LayoutKind,
     /// `out.dir`: folder for everything that the run leaves.
@@ -106,6 +110,8 @@ pub struct Config {
     pub tensorboard: bool,
     /// Where model and data are on this machine; [`Config::resolve`] fills it in. Not a setting.
     pub sources: Sources,
+    /// Who started this process; [`layered_settings`](crate::layered_settings) fills it in. Not a setting.
+    pub launch: Launch,
     /// How often each held-out digit is read at the end, in other conversations each time; 0 leaves the test out. Not a
     /// setting of users.
     pub held_out_rounds: usize,
@@ -192,12 +198,14 @@ impl Default for Config {
             dp: None,
             zero: 0,
             deadline: Self::DEADLINE,
+            comm: Transport::Auto,
             layout: LayoutKind::HeadTail,
             out: PathBuf::from("runs/finetune_gemma4"),
             save_every: None,
             keep: 2,
             tensorboard: false,
             sources: Sources::default(),
+            launch: Launch::alone(),
             held_out_rounds: 2,
         }
     }

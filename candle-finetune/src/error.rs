@@ -23,8 +23,23 @@ pub enum Error {
     Cp(#[from] candle_cp::Error),
 
     /// What was said about this process by whoever started it.
-    #[error(transparent)]
+    #[error("{0}; --comm threads reads none of these variables")]
     Launch(candle_cp::Error),
+
+    /// MPI says something else about this process than its launcher.
+    #[error(
+        "{} rank {} of {}: the program is probably linked with another MPI than the one that started it. Start it with the \
+         mpirun of that MPI (ldd shows its library), build it with this one, or use --comm threads",
+        told_by(*launcher, *told), found.0, found.1
+    )]
+    WorldsDiffer {
+        /// Who started the process, if anybody said so.
+        launcher: Option<candle_cp::Launcher>,
+        /// Rank and size as the launcher told.
+        told: (usize, usize),
+        /// Rank and size as MPI tells.
+        found: (usize, usize),
+    },
 
     /// Processes that should train together are set up to train something else.
     #[error(
@@ -346,6 +361,7 @@ impl Error {
         match self {
             Self::Flag { .. }
             | Self::Launch(_)
+            | Self::WorldsDiffer { .. }
             | Self::RanksDiffer { .. }
             | Self::DeviceUnavailable { .. }
             | Self::UnknownFlag { .. }
@@ -433,6 +449,13 @@ fn list(faults: &[LineFault]) -> String {
         text += &format!("\n  and {} more", faults.len() - SHOWN_FAULTS);
     }
     text
+}
+
+fn told_by(launcher: Option<candle_cp::Launcher>, (rank, size): (usize, usize)) -> String {
+    match launcher {
+        Some(launcher) => format!("{launcher} says that this is rank {rank} of {size}, but MPI says"),
+        None => "no launcher says that this is one of several processes, but MPI says".to_string(),
+    }
 }
 
 fn did_you_mean(nearest: Option<&str>) -> String {

@@ -11,11 +11,14 @@ impl Job {
     pub fn header(&self, config: &Config) -> Vec<(&'static str, String)> {
         let from =
             config.model.as_ref().map_or("from nothing".to_string(), |model| format!("from {}", model.display()));
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let device = match self.device().is_cpu() {
-            true => format!("CPU, {}; attention: {}", counted(threads, "thread"), instructions()),
-            false if config.cp > 1 => "NVIDIA GPU, one for each rank".to_string(),
-            false => "NVIDIA GPU".to_string(),
+        let what = match self.device().is_cpu() {
+            true => format!("CPU, {}; attention: {}", self.cpus.line(), instructions()),
+            false if config.cp > 1 => format!("NVIDIA GPU, one for each rank; {}", self.cpus.line()),
+            false => format!("NVIDIA GPU; {}", self.cpus.line()),
+        };
+        let device = match config.launch.place() {
+            Some(place) => format!("{what}; {place}"),
+            None => what,
         };
         let mut lines = vec![
             ("model", format!("{}, {from}", self.model.title())),

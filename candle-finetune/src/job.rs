@@ -8,6 +8,7 @@ use candle_cp_layers::{LoadOptions, LoraReport, Part, Weights};
 use candle_vlm_processor::TextTokenizer;
 
 use crate::config::Config;
+use crate::cpus::Cpus;
 use crate::digit_task::DigitTask;
 use crate::encoder::Encoder;
 use crate::error::{Error, Result};
@@ -55,6 +56,8 @@ pub struct Job {
     folder: Option<PathBuf>,
     data: Data,
     steps: usize,
+    /// Of the processes of all ranks.
+    pub(crate) cpus: Cpus,
 }
 
 impl Job {
@@ -105,6 +108,7 @@ impl Job {
             folder: config.model_folder().map(Path::to_path_buf),
             data,
             steps,
+            cpus: Cpus::of_this_process(&config.launch),
         })
     }
 
@@ -242,11 +246,15 @@ impl Job {
         self.folder.as_ref()
     }
 
-    /// What a user should know about the data: samples that were left out or cut, fields that are not read.
+    /// What a user should know about machines and data: CPUs that lie idle or are fought over, samples that were left out
+    /// or cut, fields that are not read.
     pub fn notices(&self) -> Vec<String> {
-        let Some(samples) = self.lines() else { return Vec::new() };
+        let mut notices = self.cpus.notices();
+        let Some(samples) = self.lines() else { return notices };
         let held_out = samples.validation.iter().flat_map(|lines| lines.notices());
-        samples.train.notices().into_iter().chain(held_out.map(|notice| format!("held out: {notice}"))).collect()
+        notices.extend(samples.train.notices());
+        notices.extend(held_out.map(|notice| format!("held out: {notice}")));
+        notices
     }
 
     /// Tells training data apart: all tokens of all samples and what is learned of them.

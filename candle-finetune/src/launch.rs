@@ -1,5 +1,7 @@
 //! Who the ranks of a run are: threads of this process, or processes that a launcher started.
 
+use std::time::Duration;
+
 use candle_core::Device;
 use candle_cp::{LaunchEnvironment, launch_environment_from};
 
@@ -10,9 +12,10 @@ use crate::device::ComputeDevice;
 use crate::error::{Error, Result};
 use crate::job;
 use crate::ranks::Ranks;
+use crate::transport::Transport;
 
-/// Where other launchers than torchrun say how many processes they have started.
-const OTHER_LAUNCHERS: [&str; 4] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"];
+#[cfg(test)]
+mod tests;
 
 /// What was said about this process by whoever started it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -24,6 +27,8 @@ pub struct Launch {
 #[derive(Debug, PartialEq, Eq)]
 enum Choice<'a> {
     Threads,
+    /// Over MPI; without a launcher a group of one.
+    Mpi(Option<&'a LaunchEnvironment>),
     /// Over NCCL, on this device.
     Nccl(&'a LaunchEnvironment, ComputeDevice),
 }
@@ -34,30 +39,17 @@ impl Launch {
         Self::default()
     }
 
-    /// Reads the variables that `torchrun` and many cluster scripts set, see [`candle_cp::launch_environment`].
+    /// Reads the variables of torchrun, `mpirun`, `mpiexec` and `srun`, see [`candle_cp::launch`].
     ///
     /// # Errors
-    /// Only some of them are set, or they make no sense; or another launcher says that this is one of several processes,
-    /// which would all be rank 0.
+    /// Only some of them are set, or they make no sense.
     pub fn from_vars(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let place = launch_environment_from(&lookup).map_err(Error::Launch)?;
-        if place.is_some() {
-            return Ok(Self { place });
-        }
-        for name in OTHER_LAUNCHERS {
-            let count = lookup(name).and_then(|text| text.trim().parse::<usize>().ok());
-            if let Some(count) = count.filter(|&count| count > 1) {
-                let allowed = "1 without RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT: the processes of \
-                               mpirun and the like cannot be told apart yet, and each would train alone";
-                return Err(Error::flag(
-                    name,
-                    count,
-                    allowed,
-                    "set these variables, as torchrun does, or start one process",
-                ));
-            }
-        }
-        Ok(Self { place })
+        Ok(Self { place: launch_environment_from(lookup).map_err(Error::Launch)? })
+    }
+
+    /// What the launcher said.
+    pub fn place(&self) -> Option<&LaunchEnvironment> {
+        self.place.as_ref()
     }
 
     /// Whether this process is the one that writes files and talks to people: rank 0.
@@ -70,19 +62,30 @@ impl Launch {
         self.place.as_ref().is_some_and(|place| place.size > 1)
     }
 
-    /// Rank threads that this process will have.
-    pub fn threads(&self, config: &Config) -> usize {
-        match self.choose(config) {
-            Ok(Choice::Nccl(..)) => 1,
-            _ => config.ranks(),
+    /// Sets up this process for its ranks, as [`candle_cp::prepare_process`] and [`candle_cp::prepare_rank_process`] do.
+    ///
+    /// # Safety
+    /// No other thread may run yet: environment variables are not synchronised.
+    pub unsafe fn prepare_process(&self, config: &Config) {
+        let place = match self.choose(config) {
+            Ok(Choice::Mpi(place)) => place,
+            Ok(Choice::Nccl(place, _)) => Some(place),
+            _ => None,
+        };
+        // SAFETY: the caller promises that there is no other thread.
+        unsafe {
+            match place {
+                Some(place) => candle_cp::prepare_rank_process(place),
+                None => candle_cp::prepare_process(config.ranks()),
+            }
         }
     }
 
-    /// The ranks of a run. A process of several opens its GPU and returns when all have come.
+    /// The ranks of a run. A process of several returns when all have come, after it has opened its GPU if it has one.
     ///
     /// # Errors
-    /// `--cp`, `--device`, the launcher and what this program was built with do not go together; the GPU or NCCL cannot be
-    /// used; the other processes do not come.
+    /// `--cp`, `--comm`, `--device`, the launcher and what this program was built with do not go together; the GPU, NCCL or
+    /// MPI cannot be used; the other processes do not come.
     pub fn ranks(&self, config: &Config) -> Result<Ranks> {
         let choice = self.choose(config)?;
         // Before a GPU is opened, where the model is at hand.
@@ -91,180 +94,179 @@ impl Launch {
         }
         match choice {
             Choice::Threads => Ok(Ranks::Threads(config.ranks())),
-            Choice::Nccl(place, device) => over_nccl(place, device.open()?),
+            Choice::Mpi(place) => over_mpi(place, config.deadline),
+            Choice::Nccl(place, device) => over_nccl(place, device.open()?, config.deadline),
         }
     }
 
-    /// Other ways for processes to talk belong here.
+    /// The one place that decides over what ranks talk.
     fn choose(&self, config: &Config) -> Result<Choice<'_>> {
-        let (cp, device) = (config.cp, config.device);
-        match (&self.place, device) {
-            (None, ComputeDevice::Cuda(_)) if cp > 1 => {
-                let allowed =
-                    format!("1 in one process beside --device {device}: on several GPUs each rank is a process");
-                Err(Error::flag("--cp", cp, allowed, format!("use --cp 1, or {}", how_to_start(cp))))
+        let several = self.place.as_ref().filter(|place| place.size > 1);
+        match (config.comm, several, config.device) {
+            (Transport::Threads, ..) | (Transport::Auto, None, _) => threads(config),
+            (Transport::Mpi, _, ComputeDevice::Cuda(_)) => {
+                let allowed = "nccl beside --device cuda: processes with a GPU each talk from GPU to GPU";
+                Err(Error::flag("--comm", config.comm, allowed, "leave --comm or --device out"))
             }
-            (None, _) => Ok(Choice::Threads),
-            (Some(place), ComputeDevice::Cpu) if place.size > 1 => {
-                let allowed = format!(
-                    "cuda where WORLD_SIZE is {}: processes talk over NCCL, from GPU to GPU; MPI is not supported yet",
-                    place.size
-                );
-                Err(Error::flag("--device", device, allowed, "start one process: its ranks are threads"))
+            (Transport::Nccl, _, ComputeDevice::Cpu) => {
+                let allowed = "mpi or threads beside --device cpu: NCCL connects GPUs";
+                Err(Error::flag("--comm", config.comm, allowed, "leave --comm out, or add --device cuda"))
             }
-            (Some(_), ComputeDevice::Cpu) => Ok(Choice::Threads),
-            (Some(place), ComputeDevice::Cuda(_)) if place.size != cp => {
-                let size = place.size;
-                let allowed = format!(
-                    "{size}, the WORLD_SIZE: each process is a rank; replicas of the model (data parallelism) are not \
-                     supported yet"
-                );
-                Err(Error::flag("--cp", cp, allowed, format!("use --cp {size}, or start {cp} processes")))
+            (Transport::Nccl, None, _) => {
+                let allowed = "auto or threads in one process: NCCL connects several, with one GPU each";
+                Err(Error::flag("--comm", config.comm, allowed, format!("leave --comm out, or {}", start_nccl(config))))
             }
-            (Some(place), ComputeDevice::Cuda(number)) => self.on_gpu(place, number),
-        }
-    }
-
-    fn on_gpu<'a>(&self, place: &'a LaunchEnvironment, number: Option<usize>) -> Result<Choice<'a>> {
-        if place.size == 1 {
-            return Ok(Choice::Threads);
-        }
-        if !cfg!(feature = "nccl") {
-            let allowed = "1: this program was built without the feature `nccl`";
-            let fix = "cargo build --release --features nccl --example NAME, which needs NVIDIA's CUDA toolkit";
-            return Err(Error::flag("--cp", place.size, allowed, fix));
-        }
-        match number {
-            None => Ok(Choice::Nccl(place, ComputeDevice::Cuda(Some(place.local_rank)))),
-            Some(_) => {
-                let allowed = "cuda where several processes were started: each takes the GPU of its LOCAL_RANK";
-                let fix = "use --device cuda, and CUDA_VISIBLE_DEVICES to choose among the GPUs";
-                Err(Error::flag("--device", ComputeDevice::Cuda(number), allowed, fix))
+            (Transport::Mpi, None, ComputeDevice::Cpu) => alone_on_mpi(config).map(|()| Choice::Mpi(self.place())),
+            (Transport::Auto | Transport::Mpi, Some(place), ComputeDevice::Cpu) => {
+                check_mpi_build(config, Some(place))?;
+                check_replicas(config, place)?;
+                Ok(Choice::Mpi(Some(place)))
+            }
+            (Transport::Auto | Transport::Nccl, Some(place), ComputeDevice::Cuda(number)) => {
+                on_gpu(config, place, number)
             }
         }
     }
 }
 
-fn how_to_start(cp: usize) -> String {
-    let build = if cfg!(feature = "nccl") { "" } else { "build with --features nccl and " };
+fn threads(config: &Config) -> Result<Choice<'static>> {
+    let (cp, device) = (config.cp, config.device);
+    if cp > 1 && device != ComputeDevice::Cpu {
+        let allowed = format!("1 in one process beside --device {device}: on several GPUs each rank is a process");
+        return Err(Error::flag("--cp", cp, allowed, format!("use --cp 1, or {}", start_nccl(config))));
+    }
+    Ok(Choice::Threads)
+}
+
+fn alone_on_mpi(config: &Config) -> Result<()> {
+    check_mpi_build(config, None)?;
+    match config.cp {
+        1 => Ok(()),
+        cp => {
+            let allowed = "1 in one process beside --comm mpi: each rank is a process";
+            Err(Error::flag("--cp", cp, allowed, format!("start {}, or leave --comm out", mpirun(config, cp))))
+        }
+    }
+}
+
+fn check_mpi_build(config: &Config, place: Option<&LaunchEnvironment>) -> Result<()> {
+    if cfg!(feature = "mpi") {
+        return Ok(());
+    }
+    let fix = format!(
+        "build it with cargo build --release --features mpi --example {}, which needs OpenMPI or MPICH with their headers, \
+         and start {}; with --comm threads this process trains by itself",
+        program(config),
+        mpirun(config, place.map_or(config.cp, |place| place.size)),
+    );
+    let why = "this program was built without the feature `mpi`";
+    Err(match place {
+        Some(place) => {
+            let allowed = format!("1 on CPUs: {why}, over which processes talk there");
+            Error::flag(place.launcher.size_variable(), place.size, allowed, fix)
+        }
+        None => Error::flag("--comm", config.comm, format!("threads: {why}"), fix),
+    })
+}
+
+/// Every `cp` processes share their sequences, and there is a replica of the model for each of these groups.
+fn check_replicas(config: &Config, place: &LaunchEnvironment) -> Result<()> {
+    let (size, cp) = (place.size, config.cp);
+    if size.is_multiple_of(cp) {
+        return Ok(());
+    }
+    let divisors: Vec<usize> = (1..=size).filter(|&divisor| size.is_multiple_of(divisor)).collect();
+    let nearest = divisors.iter().rfind(|&&divisor| divisor <= cp).copied().unwrap_or(1);
+    let divisors: Vec<String> = divisors.iter().map(usize::to_string).collect();
+    let allowed = format!(
+        "{}: it has to divide the {size} processes that {} says there are",
+        divisors.join(", "),
+        place.launcher.size_variable()
+    );
+    let more = size.next_multiple_of(cp);
+    Err(Error::flag("--cp", cp, allowed, format!("use --cp {nearest}, or start {more} processes")))
+}
+
+fn on_gpu<'a>(config: &Config, place: &'a LaunchEnvironment, number: Option<usize>) -> Result<Choice<'a>> {
+    if !cfg!(feature = "nccl") {
+        let allowed = "1 with GPUs: this program was built without the feature `nccl`, over which processes talk there";
+        let fix = format!(
+            "build it with cargo build --release --features nccl --example {}, which needs NVIDIA's CUDA toolkit; with \
+             --comm threads this process trains by itself",
+            program(config)
+        );
+        return Err(Error::flag(place.launcher.size_variable(), place.size, allowed, fix));
+    }
+    check_replicas(config, place)?;
+    if number.is_some() {
+        let allowed = "cuda where several processes were started: each takes the GPU of its number on its machine";
+        let fix = "use --device cuda, and CUDA_VISIBLE_DEVICES to choose among the GPUs";
+        return Err(Error::flag("--device", config.device, allowed, fix));
+    }
+    let Some(local_rank) = place.local_rank else {
+        let allowed = format!("one whose launcher numbers the processes of each machine; {} does not", place.launcher);
+        let fix = "start the processes with torchrun, mpirun of OpenMPI or srun";
+        return Err(Error::flag("--device", config.device, allowed, fix));
+    };
+    place.meeting().map_err(Error::Launch)?;
+    Ok(Choice::Nccl(place, ComputeDevice::Cuda(Some(local_rank))))
+}
+
+fn program(config: &Config) -> String {
+    format!("finetune_{}", config.family)
+}
+
+/// The line that starts `size` processes on CPUs.
+fn mpirun(config: &Config, size: usize) -> String {
+    let cp = if size.is_multiple_of(config.cp) { config.cp } else { size };
+    format!("mpirun -n {size} --bind-to none target/release/examples/{} --cp {cp}", program(config))
+}
+
+fn start_nccl(config: &Config) -> String {
+    let (cp, program) = (config.cp, program(config));
+    let build = match cfg!(feature = "nccl") {
+        true => String::new(),
+        false => format!("build with cargo build --release --features nccl --example {program} and "),
+    };
     format!(
-        "{build}start torchrun --no-python --nproc-per-node {cp} PROGRAM --device cuda \
-         --cp {cp}"
+        "{build}start torchrun --no-python --nproc-per-node {cp} target/release/examples/{program} --device cuda --cp {cp}"
     )
 }
 
 #[cfg(feature = "nccl")]
-fn over_nccl(place: &LaunchEnvironment, device: Device) -> Result<Ranks> {
+fn over_nccl(place: &LaunchEnvironment, device: Device, deadline: Duration) -> Result<Ranks> {
     use candle_cp::comm::nccl;
-    let options = nccl::Options { deadline: Config::DEADLINE, ..Default::default() };
+    let options = nccl::Options { deadline, ..Default::default() };
     let comm = nccl::connect(&device, place, &options)?;
     Ok(Ranks::Process { comm, device })
 }
 
 #[cfg(not(feature = "nccl"))]
-fn over_nccl(_: &LaunchEnvironment, _: Device) -> Result<Ranks> {
+fn over_nccl(_: &LaunchEnvironment, _: Device, _: Duration) -> Result<Ranks> {
     unreachable!("chosen only with the feature")
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+#[cfg(feature = "mpi")]
+fn over_mpi(place: Option<&LaunchEnvironment>, deadline: Duration) -> Result<Ranks> {
+    use candle_cp::comm::mpi;
+    let options = mpi::Options { deadline, ..Default::default() };
+    let comm = mpi::connect(&options)?;
+    check_world(place, comm.rank(), comm.size())?;
+    Ok(Ranks::Process { comm, device: Device::Cpu })
+}
 
-    fn launch(rank: usize, size: usize, more: &[(&str, &str)]) -> Result<Launch> {
-        let (rank, size) = (rank.to_string(), size.to_string());
-        let torchrun = [
-            ("RANK", &*rank),
-            ("WORLD_SIZE", &size),
-            ("LOCAL_RANK", &rank),
-            ("MASTER_ADDR", "node-0"),
-            ("MASTER_PORT", "29500"),
-        ];
-        let all = [&torchrun[..], more].concat();
-        Launch::from_vars(|name| all.iter().rfind(|(n, _)| *n == name).map(|(_, value)| value.to_string()))
-    }
+#[cfg(not(feature = "mpi"))]
+fn over_mpi(_: Option<&LaunchEnvironment>, _: Duration) -> Result<Ranks> {
+    unreachable!("chosen only with the feature")
+}
 
-    fn config(device: &str, cp: usize) -> Config {
-        Config { device: device.parse().unwrap(), cp, ..Config::default() }
+/// Whether MPI says of this process what its launcher said. Started by another MPI than the one it is linked with, each
+/// process is a world of its own.
+#[cfg(any(test, feature = "mpi"))]
+fn check_world(place: Option<&LaunchEnvironment>, rank: usize, size: usize) -> Result<()> {
+    let told = place.map_or((0, 1), |place| (place.rank, place.size));
+    if told == (rank, size) {
+        return Ok(());
     }
-
-    fn refused(launch: &Launch, config: &Config) -> String {
-        let error = launch.ranks(config).unwrap_err();
-        assert!(error.is_usage(), "{error}");
-        error.to_string()
-    }
-
-    #[test]
-    fn a_process_by_itself_has_threads() {
-        let alone = Launch::from_vars(|_| None).unwrap();
-        assert_eq!(alone, Launch::alone());
-        assert!(alone.is_first());
-        for (device, cp) in [("cpu", 1), ("cpu", 4), ("cuda", 1), ("cuda:3", 1)] {
-            assert_eq!(alone.choose(&config(device, cp)).unwrap(), Choice::Threads);
-            assert_eq!(alone.threads(&config(device, cp)), cp);
-        }
-        assert!(matches!(alone.ranks(&config("cpu", 4)).unwrap(), Ranks::Threads(4)));
-        let text = refused(&alone, &config("cuda:1", 4));
-        assert!(text.starts_with("--cp \"4\": allowed is 1 in one process beside --device cuda:1"), "{text}");
-        let line = "torchrun --no-python --nproc-per-node 4 PROGRAM --device cuda --cp 4";
-        assert!(text.ends_with(line), "{text}");
-        assert_eq!(text.contains("build with --features nccl"), !cfg!(feature = "nccl"), "{text}");
-    }
-
-    #[test]
-    fn a_launcher_makes_each_process_a_rank() {
-        let second = launch(2, 4, &[]).unwrap();
-        assert!(!second.is_first() && launch(0, 4, &[]).unwrap().is_first());
-        let chosen = second.choose(&config("cuda", 4));
-        if cfg!(feature = "nccl") {
-            let place = second.place.as_ref().unwrap();
-            assert_eq!(chosen.unwrap(), Choice::Nccl(place, ComputeDevice::Cuda(Some(2))));
-            assert_eq!(second.threads(&config("cuda", 4)), 1);
-            let text = refused(&second, &config("cuda:0", 4));
-            assert!(text.starts_with("--device \"cuda:0\": allowed is cuda where several processes"), "{text}");
-        } else {
-            let text = refused(&second, &config("cuda", 4));
-            assert!(
-                text.contains("feature `nccl`") && text.contains("cargo build --release --features nccl"),
-                "{text}"
-            );
-        }
-        for cp in [1, 2, 5] {
-            let text = refused(&second, &config("cuda", cp));
-            assert!(text.starts_with(&format!("--cp \"{cp}\": allowed is 4, the WORLD_SIZE")), "{text}");
-            assert!(text.ends_with(&format!("use --cp 4, or start {cp} processes")), "{text}");
-        }
-        for cp in [1, 4] {
-            let text = refused(&second, &config("cpu", cp));
-            assert!(text.starts_with("--device \"cpu\": allowed is cuda where WORLD_SIZE is 4"), "{text}");
-            assert!(text.contains("MPI is not supported yet"), "{text}");
-        }
-    }
-
-    #[test]
-    fn a_launcher_of_one_process_changes_nothing() {
-        let one = launch(0, 1, &[]).unwrap();
-        assert!(one.is_first());
-        for (device, cp) in [("cpu", 1), ("cpu", 4), ("cuda", 1), ("cuda:3", 1)] {
-            assert_eq!(one.choose(&config(device, cp)).unwrap(), Choice::Threads);
-        }
-        assert!(refused(&one, &config("cuda", 2)).starts_with("--cp \"2\": allowed is 1, the WORLD_SIZE"));
-    }
-
-    #[test]
-    fn half_an_environment_and_other_launchers_are_refused() {
-        let error = launch(1, 4, &[("MASTER_PORT", "")]).unwrap_err();
-        assert!(error.is_usage() && error.to_string().contains("MASTER_PORT is missing or empty"), "{error}");
-        for name in OTHER_LAUNCHERS {
-            let started = |count: &str| Launch::from_vars(|asked| (asked == name).then(|| count.to_string()));
-            let error = started("4").unwrap_err();
-            assert!(
-                error.is_usage() && error.to_string().starts_with(&format!("{name} \"4\": allowed is 1")),
-                "{error}"
-            );
-            assert_eq!(started("1").unwrap(), Launch::alone());
-            assert_eq!(started("4(x2)").unwrap(), Launch::alone());
-            // Beneath such a launcher torchrun, or a script like it, says who is who.
-            assert!(!launch(1, 4, &[(name, "4")]).unwrap().is_first());
-        }
-    }
+    Err(Error::WorldsDiffer { launcher: place.map(|place| place.launcher), told, found: (rank, size) })
 }

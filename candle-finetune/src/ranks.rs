@@ -186,7 +186,7 @@ impl Ranks {
     }
 
     /// One text from each process, in rank order.
-    fn texts(&self, text: &str) -> Result<Vec<String>> {
+    pub(crate) fn texts(&self, text: &str) -> Result<Vec<String>> {
         let Self::Process { comm, .. } = self else { return Ok(vec![text.to_string()]) };
         let bytes = match text {
             "" => Tensor::zeros(0, DType::U8, &Device::Cpu)?,

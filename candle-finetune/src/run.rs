@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use crate::closing::Closing;
 use crate::config::Config;
+use crate::cpus::Cpus;
 use crate::error::{Error, Result, io};
 use crate::job::Job;
 use crate::launch::Launch;
@@ -19,6 +20,7 @@ use crate::report::History;
 use crate::saves::{CHECKPOINTS_FOLDER, Latest, Save, Saves};
 use crate::summary::Summary;
 use crate::train::{Observed, Observer, Watcher, train_on};
+use crate::transport::Transport;
 
 /// Name of the folder with the trained model, inside of `--out`.
 pub const CHECKPOINT_FOLDER: &str = "checkpoint";
@@ -91,42 +93,53 @@ pub fn run_on(config: &Config, control: &Control, ranks: &Ranks) -> Result<Summa
 fn prepare(config: &Config, saved: Option<&Save>, ranks: &Ranks) -> Result<Job> {
     let job = Job::prepare_with_weights(config, saved.map(|save| save.folder.as_path()), ranks.device());
     let job = job.and_then(|job| saved.map_or(Ok(()), |save| job.check_resumable(&save.state)).map(|()| job));
-    let job = ranks.together(job)?;
+    let mut job = ranks.together(job)?;
     ranks.agree(config, &job)?;
+    job.cpus = Cpus::gather(&config.launch, ranks)?;
     Ok(job)
 }
 
 /// Settings in layers: those of `base`, with `resume` those of the run that goes on, a settings file, and `flags` (names and
 /// values as [`Config::set`] takes them), each over the ones before. Which run goes on is `out.dir` of flags or file; only
-/// the process of rank 0 puts right what a kill may have left there.
+/// the process of rank 0 puts right what a kill may have left there. `variables` are those of the environment, which say
+/// who started this process: [`Config::launch`], unless ranks are threads ([`Config::comm`]).
 ///
 /// # Errors
-/// As [`Config::set_file`], [`Config::set`] and [`resumed_settings`].
+/// As [`Config::set_file`], [`Config::set`], [`Launch::from_vars`] and [`resumed_settings`].
 pub fn layered_settings(
     base: Config,
     file: Option<&Path>,
     flags: &[(&str, &str)],
     resume: bool,
-    launch: &Launch,
+    variables: impl Fn(&str) -> Option<String>,
 ) -> Result<Config> {
-    let given = |mut config: Config| {
+    let given = |mut config: Config| -> Result<Config> {
         file.map_or(Ok(()), |file| config.set_file(file))?;
         flags.iter().try_for_each(|(name, value)| config.set(name, value))?;
         Ok(config)
     };
-    let config = given(base)?;
-    if !resume {
-        return Ok(config);
-    }
-    let mut last = match launch.is_first() {
-        true => resumed_settings(&config.out)?,
-        false => last_settings(&config.out, Saves::peek(&config.out.join(CHECKPOINTS_FOLDER))?)?,
+    let asked = given(base)?;
+    let launch = match asked.comm {
+        Transport::Threads => Launch::alone(),
+        _ => Launch::from_vars(variables)?,
     };
-    if launch.is_one_of_several() {
-        // As many as there are processes for now.
-        last.dp = None;
-    }
-    given(last)
+    let config = match resume {
+        true => {
+            let mut last = match launch.is_first() {
+                true => resumed_settings(&asked.out)?,
+                false => last_settings(&asked.out, Saves::peek(&asked.out.join(CHECKPOINTS_FOLDER))?)?,
+            };
+            if launch.is_one_of_several() {
+                // As many as there are processes for now.
+                last.dp = None;
+            }
+            given(last)?
+        }
+        false => asked,
+    };
+    // The run that goes on may be one of threads.
+    let launch = if config.comm == Transport::Threads { Launch::alone() } else { launch };
+    Ok(Config { launch, ..config })
 }
 
 /// The settings of the run in a folder, for [`resume`]; `out` is that folder.

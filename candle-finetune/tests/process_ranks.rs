@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::Device;
 use candle_cp::comm::threads;
 use candle_finetune::{
-    Config, Control, Error, LOSS_CURVE_FILE, Launch, METRICS_FILE, Ranks, Result, StepReport, Summary,
-    layered_settings, resume_on, run, run_on,
+    Config, Control, Error, LOSS_CURVE_FILE, METRICS_FILE, Ranks, Result, StepReport, Summary, layered_settings,
+    resume_on, run, run_on,
 };
 use tempfile::TempDir;
 
@@ -129,8 +129,8 @@ fn a_stopped_run_goes_on_with_all_processes() {
             "MASTER_PORT" => Some("29500".to_string()),
             _ => None,
         };
-        let launch = Launch::from_vars(place).unwrap();
-        let config = layered_settings(Config::default(), None, &[("--out", &out)], true, &launch).unwrap();
+        let config = layered_settings(Config::default(), None, &[("--out", &out)], true, place).unwrap();
+        assert_eq!(config.launch.is_first(), rank == "0");
         assert_eq!((config.steps, config.seq_len), (Some(STEPS), 64));
         resume_on(&config, &Control { observer: &|_, _| Ok(()), stop: &AtomicBool::new(false) }, ranks).unwrap()
     });

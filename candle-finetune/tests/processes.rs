@@ -354,7 +354,7 @@ fn groups_that_break(size: usize) {
 fn another_number(size: usize) {
     let dir = folder();
     let outputs = Group { cp: (size + 1).to_string(), ..Group::new(dir.path(), size) }.run(|_, _| ());
-    let said = format!("--cp \"{}\": allowed is {size}, the WORLD_SIZE", size + 1);
+    let said = format!("it has to divide the {size} processes that WORLD_SIZE says there are");
     all_say(&outputs, 2, &[&said, &format!("use --cp {size}, or start {} processes", size + 1)]);
 
     // Processes that do not believe the same.

@@ -93,7 +93,7 @@ impl Run {
         };
         assert_eq!(self.optimizer.steps(), step);
         self.weights.variables().values().for_each(|var| all(var, step as f64));
-        for moments in self.optimizer.moments().values() {
+        for (_, moments) in self.optimizer.moments() {
             all(&moments.mean, step as f64);
             all(&moments.square, (step * step) as f64);
         }

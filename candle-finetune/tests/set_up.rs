@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use candle_finetune::hub::HubOptions;
 use candle_finetune::{
-    ADAPTER_FOLDER, Config, Control, Error, LOSS_CURVE_FILE, Launch, layered_settings, resume, resumed_settings, run,
+    ADAPTER_FOLDER, Config, Control, Error, LOSS_CURVE_FILE, layered_settings, resume, resumed_settings, run,
 };
 use tempfile::TempDir;
 
@@ -152,15 +152,14 @@ fn the_run_that_goes_on_may_be_named_in_the_settings_file() {
     run(&config, &|_, _| Ok(())).unwrap();
     let file = dir.path().join("run.toml");
     std::fs::write(&file, format!("[train]\nsteps = 7\n[out]\ndir = {:?}\n", config.out)).unwrap();
-    let alone = Launch::alone();
-    let on = layered_settings(Config::default(), Some(&file), &[("--lr", "0.5")], true, &alone).unwrap();
+    let on = layered_settings(Config::default(), Some(&file), &[("--lr", "0.5")], true, |_| None).unwrap();
     assert_eq!((on.out, on.seq_len, on.steps, on.lr), (config.out.clone(), config.seq_len, Some(7), Some(0.5)));
-    let fresh = layered_settings(Config::default(), Some(&file), &[("--steps", "9")], false, &alone).unwrap();
+    let fresh = layered_settings(Config::default(), Some(&file), &[("--steps", "9")], false, |_| None).unwrap();
     assert_eq!((fresh.seq_len, fresh.steps), (Config::default().seq_len, Some(9)));
 
     // A flag overrules the file also where it names the run.
     let elsewhere = dir.path().join("elsewhere").display().to_string();
-    let error = layered_settings(Config::default(), Some(&file), &[("--out", &elsewhere)], true, &alone)
+    let error = layered_settings(Config::default(), Some(&file), &[("--out", &elsewhere)], true, |_| None)
         .unwrap_err()
         .to_string();
     assert!(error.starts_with(&format!("--out {elsewhere:?}: ")), "{error}");

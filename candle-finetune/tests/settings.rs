@@ -58,6 +58,7 @@ weight_decay = 0
 
 [parallel]
 cp = 4
+comm = "mpi"
 layout = "balanced"
 
 [out]

@@ -1,7 +1,13 @@
 //! The command line of the examples that fine-tune, one for each family.
 //!
-//! Ranks are threads; on several GPUs they are processes, one for each, which torchrun or the like starts. Rank 0 writes
-//! files and talks.
+//! Ranks are threads, or processes that a launcher starts; rank 0 writes files and talks. Every `--cp` ranks share their
+//! sequences:
+//!
+//! - `finetune_gemma4 --cp 2`: threads of one process;
+//! - `mpirun -n 4 --bind-to none finetune_gemma4 --cp 2`: processes over MPI (feature `mpi`), two replicas of two ranks;
+//! - `srun -n 4 --cpu-bind=none finetune_gemma4 --cp 2`: the same in a job of Slurm;
+//! - `torchrun --no-python --nproc-per-node 4 finetune_gemma4 --device cuda --cp 4`: processes over NCCL (feature `nccl`),
+//!   with a GPU each; `mpirun` and `srun` can start these as well.
 //!
 //! Without arguments a small random model learns to read handwritten digits. The last line on standard output is one
 //! JSON object; progress goes to standard error, and everything that a run leaves to `--out`. With `--inspect` nothing is
@@ -13,11 +19,10 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use candle_cp::prepare_process;
 use candle_finetune::family::Family;
 use candle_finetune::hub::{HubOptions, PullBar};
 use candle_finetune::{
-    Config, Control, Error, Inspection, Launch, Setting, inspect, layered_settings, resume_on, run_on, tell,
+    Config, Control, Error, Inspection, Setting, inspect, layered_settings, resume_on, run_on, tell,
 };
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
@@ -29,12 +34,10 @@ const INTERRUPTED: u8 = 130;
 pub fn main(family: Family) -> ExitCode {
     let flags = command(family).get_matches();
     let mut stdout = std::io::stdout();
-    let launch = Launch::from_vars(|name| std::env::var(name).ok());
-    let told = launch.and_then(|launch| {
-        let config = settings(family, &flags, &launch)?;
+    let told = settings(family, &flags).and_then(|config| {
         // SAFETY: nothing has started a thread yet.
-        unsafe { prepare_process(launch.threads(&config)) };
-        let (text, code) = finetune(config, &flags, &launch, stdout.is_terminal())?;
+        unsafe { config.launch.prepare_process(&config) };
+        let (text, code) = finetune(config, &flags, stdout.is_terminal())?;
         let unwritten = |cause| Error::Io { action: "write", path: "standard output".into(), cause };
         stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(unwritten)?;
         Ok(code)
@@ -71,20 +74,19 @@ fn command(family: Family) -> Command {
         Family::Gemma4 => "finetune_gemma4",
         Family::Qwen3_5 => "finetune_qwen3_5",
     };
-    let processes = match family {
-        Family::Gemma4 => {
-            "; on several GPUs they are processes: torchrun --no-python --nproc-per-node 4 finetune_gemma4 \
-             --device cuda --cp 4"
-        }
-        Family::Qwen3_5 => "",
-    };
     Command::new(program)
         .about(format!("Fine-tunes {title} on sequences that are shared by several ranks"))
         .long_about(format!(
             "Fine-tunes {title} on sequences that are shared by several ranks.\n\nWithout --model a small random model is \
-             trained from nothing to read handwritten digits. Ranks are threads{processes}. Settings may also stand in a \
-             TOML file, under the sections that head the flags here; flags overrule the file. A flag is also known by \
-             section and name, such as --train.steps.",
+             trained from nothing to read handwritten digits. Settings may also stand in a TOML file, under the sections \
+             that head the flags here; flags overrule the file. A flag is also known by section and name, such as \
+             --train.steps.\n\nRanks are threads, or processes that a launcher starts: every --cp of them share their \
+             sequences, and each such group is a replica of the model.\n\n\
+             threads:             {program} --cp 2\n\
+             MPI (feature mpi):   mpirun -n 4 --bind-to none {program} --cp 2\n\
+             Slurm, with MPI:     srun -n 4 --cpu-bind=none {program} --cp 2\n\
+             GPUs (feature nccl): torchrun --no-python --nproc-per-node 4 {program} --device cuda --cp 4\n\
+             Slurm, with GPUs:    srun -n 4 --gpus-per-node 4 {program} --device cuda --cp 4",
         ))
         .arg(valued("config", "FILE.toml", "Settings file"))
         .arg(switch("resume", "Go on from the newest checkpoint in --out, with the settings of that run"))
@@ -101,11 +103,12 @@ fn command(family: Family) -> Command {
 }
 
 /// Defaults, then the run that goes on, then the settings file, then flags.
-fn settings(family: Family, flags: &ArgMatches, launch: &Launch) -> Result<Config, Error> {
+fn settings(family: Family, flags: &ArgMatches) -> Result<Config, Error> {
     let text = |name: &str| flags.get_one::<String>(name).map(String::as_str);
     let given: Vec<(&str, &str)> =
         Config::SETTINGS.iter().filter_map(|setting| Some((setting.key, text(setting.key)?))).collect();
-    layered_settings(Config::of_family(family), text("config").map(Path::new), &given, flags.get_flag("resume"), launch)
+    let (file, variables) = (text("config").map(Path::new), |name: &str| std::env::var(name).ok());
+    layered_settings(Config::of_family(family), file, &given, flags.get_flag("resume"), variables)
 }
 
 /// Set by the first interrupt (Ctrl-C); the second one ends the process. Of several processes rank 0 decides; the others
@@ -125,13 +128,8 @@ fn stop_on_interrupt(tells: bool) -> Arc<AtomicBool> {
 }
 
 /// What standard output is told, and how the process ends.
-fn finetune(
-    mut config: Config,
-    flags: &ArgMatches,
-    launch: &Launch,
-    terminal: bool,
-) -> Result<(String, ExitCode), Error> {
-    let first = launch.is_first();
+fn finetune(mut config: Config, flags: &ArgMatches, terminal: bool) -> Result<(String, ExitCode), Error> {
+    let first = config.launch.is_first();
     let hub = HubOptions::from_vars(|name| std::env::var(name).ok());
     let mut bar = first.then(PullBar::default);
     let mut pull =
@@ -146,7 +144,7 @@ fn finetune(
         return Ok((inspect(&config, &inspection)?, ExitCode::SUCCESS));
     }
     // Before a pull, which may take longer on one machine than the others would wait for it to come.
-    let ranks = launch.ranks(&config)?;
+    let ranks = config.launch.ranks(&config)?;
     ranks.together(pull(&mut config))?;
     let control = Control { observer: &|_rank, _report| Ok(()), stop: &stop_on_interrupt(first) };
     let summary = match flags.get_flag("resume") {

@@ -24,12 +24,13 @@ const FIXED: [&str; 16] = [
 ];
 
 /// What has no part in the numbers that training gives, or only in their rounding.
-const FREE: [&str; 12] = [
+const FREE: [&str; 13] = [
     "model.recompute",
     "lora.merge",
     "train.validate_every",
     "parallel.device",
     "parallel.cp",
+    "parallel.comm",
     "parallel.layout",
     "parallel.zero",
     "parallel.deadline",

@@ -13,6 +13,7 @@ use super::setting::Setting;
 use super::{Config, MAX_DEADLINE, MAX_RANKS, MAX_REPLICAS, MAX_SEQ_LEN};
 use crate::family::Family;
 use crate::schedule::ScheduleKind;
+use crate::transport::Transport;
 
 type Parsed<T> = std::result::Result<T, String>;
 
@@ -322,7 +323,7 @@ impl Config {
             key: "parallel.device",
             flag: Some("--device"),
             value: "DEVICE",
-            help: "Where the model runs: cpu, cuda or cuda:N; on several GPUs, started by torchrun, cuda [default: cpu]",
+            help: "Where the model runs: cpu, cuda or cuda:N; in several processes, a GPU for each, cuda [default: cpu]",
             example: "cuda",
             set: |config, text| text.parse().map(|device| config.device = device),
             get: |config| Some(string(config.device)),
@@ -331,7 +332,7 @@ impl Config {
             key: "parallel.cp",
             flag: Some("--cp"),
             value: "N",
-            help: "Ranks that share every sequence: threads, or the processes that torchrun started [default: 2]",
+            help: "Ranks that share every sequence: threads, or processes that torchrun, mpirun or srun started [default: 2]",
             example: "2",
             set: |config, text| whole(text, 1, MAX_RANKS).map(|ranks| config.cp = ranks),
             get: |config| Some(integer(config.cp)),
@@ -366,6 +367,16 @@ impl Config {
                 whole(text, 1, MAX_DEADLINE).map(|seconds| config.deadline = Duration::from_secs(seconds as u64))
             },
             get: |config| Some(integer(config.deadline.as_secs() as usize)),
+        },
+        Setting {
+            key: "parallel.comm",
+            flag: Some("--comm"),
+            value: "NAME",
+            help: "What ranks are: threads of this process, or processes over mpi (CPUs) or nccl (GPUs); auto: threads in one \
+                   process, else by --device. With threads the launcher's variables are not read [default: auto]",
+            example: "threads",
+            set: |config, text| one_of(text, &Transport::ALL).map(|comm| config.comm = comm),
+            get: |config| Some(string(config.comm)),
         },
         Setting {
             key: "parallel.layout",

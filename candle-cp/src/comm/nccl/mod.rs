@@ -99,14 +99,15 @@ impl Default for Options {
 /// ([`Communicator::start_reduce_scatter`]) are added up in rank order.
 ///
 /// # Errors
-/// [`Error::Argument`] for a device that is not a CUDA device with a stream of its own, [`Error::Library`] without NCCL,
+/// [`Error::Argument`] for a device that is not a CUDA device with a stream of its own and where nothing says at which machine
+/// the ranks meet, [`Error::Library`] without NCCL,
 /// [`Error::Rendezvous`] if the ranks do not meet, [`Error::Nccl`] if NCCL cannot connect them before the deadline.
 ///
 /// ```no_run
 /// use candle_core::Device;
 /// use candle_cp::{comm::nccl, launch_environment};
 /// let place = launch_environment()?.ok_or("start one process per GPU, with RANK and so on")?;
-/// let device = Device::new_cuda_with_stream(place.local_rank)?;
+/// let device = Device::new_cuda_with_stream(place.local_rank.unwrap_or(0))?;
 /// let comm = nccl::connect(&device, &place, &nccl::Options::default())?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -122,9 +123,10 @@ pub fn connect(device: &Device, place: &LaunchEnvironment, options: &Options) ->
         return Err(refuse("one of Device::new_cuda, with another stream in each thread"));
     }
     let library = Library::open(options.library.as_deref())?;
+    let at = place.meeting()?;
     let meeting = Meeting {
-        address: place.address.clone(),
-        port: place.port,
+        address: at.address.clone(),
+        port: at.port,
         rank: place.rank,
         size: place.size,
         deadline: options.meeting,
