@@ -196,19 +196,38 @@ fn counters_of_groups_are_those_of_rank_threads() {
 #[test]
 fn a_failure_in_one_group_ends_all() {
     // Rank 1 says that it has failed, in a group where not all are.
-    run(LONG, |world, _, size| {
+    let posted = AtomicUsize::new(0);
+    run(LONG, |world, device, size| {
         let rank = world.rank();
         let pair = world.split(rank / 2).unwrap();
+        if rank < 2 {
+            // Ranks connect when they first talk.
+            let x = tensor(&[1.0], DType::F32, device);
+            let other = pair.exchange(tag(0), Some((1 - rank, x)), expect(1 - rank, &[1], DType::F32)).unwrap();
+            other.wait().unwrap();
+        }
         let (start, last) = (Instant::now(), size - 1);
         let error = match rank {
             1 => {
+                while posted.load(Ordering::SeqCst) == 0 {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
                 pair.abort("no more data");
                 assert_eq!(world.peer_failure(), None);
                 let error = world.barrier().unwrap_err().to_string();
                 assert!(error.contains("the group has ended before: no more data"), "{error}");
                 return;
             }
-            0 => pair.exchange(tag(1), None, expect(1, &[4], DType::F32)).and_then(|p| p.wait()).map(|_| ()),
+            0 => {
+                // Of two groups that wait, both let the device go on.
+                let never = pair.exchange(tag(1), None, expect(1, &[4], DType::F32)).unwrap();
+                posted.store(1, Ordering::SeqCst);
+                let ended = world.barrier();
+                drop(never);
+                let x = tensor(&numbers(0, 0, 5), DType::F32, device).copy().unwrap();
+                assert_eq!(values(&x), numbers(0, 0, 5));
+                ended
+            }
             _ if rank == last => world.barrier(),
             _ => world.split(0).map(|_| ()),
         };
