@@ -44,8 +44,8 @@ struct Sending {
     tag: Tag,
     to: usize,
     /// Read by MPI until all parts are done.
-    header: Box<[u64; HEADER_LEN]>,
-    tensor: Tensor,
+    _header: Box<[u64; HEADER_LEN]>,
+    _tensor: Tensor,
     bytes: usize,
     parts: usize,
     ticket: Arc<Ticket>,
@@ -127,6 +127,7 @@ impl Engine {
         if self.shared.is_over() {
             return self.abandon();
         }
+        self.shared.leave();
         self.mpi.finalize();
     }
 
@@ -175,7 +176,7 @@ impl Engine {
         let head = numbers.as_ptr().cast::<u8>();
         self.next += 1;
         // Kept from here on, whatever becomes of it.
-        let kept = Sending { tag, to, header: numbers, tensor, bytes, parts: 0, ticket: ticket.clone() };
+        let kept = Sending { tag, to, _header: numbers, _tensor: tensor, bytes, parts: 0, ticket: ticket.clone() };
         self.sending.insert(id, kept);
         let payload = pieces(bytes, self.piece_bytes).map(|(at, len)| (data.wrapping_add(at), len, tags(channel).1));
         for (data, len, mpi_tag) in std::iter::once((head, HEADER_BYTES, tags(channel).0)).chain(payload) {

@@ -33,7 +33,7 @@
 //! once and SIGKILL a second later. A program that wants to say why it ends has to live through the SIGTERM.
 //!
 //! Dropped without failure, the group is finalized, which waits for the other ranks to do so, for the time of one message at
-//! most.
+//! most. Ranks that wait for one that has left get [`Error::PeerLeft`](crate::Error::PeerLeft).
 
 mod calls;
 mod engine;
