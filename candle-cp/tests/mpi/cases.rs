@@ -84,7 +84,7 @@ pub const CASES: &[Case] = &[
             &["rank {rank}: AllReduce (call", "got no answer from rank 1 within 2s"],
         )
     },
-    badly("an error", &[3], failures::error, 1, &["rank {rank}: Barrier (call", "rank 1 failed: no more memory"]),
+    badly("an error", &[3], failures::error, 1, &["rank {rank}: ", "(call", "rank 1 failed: no more memory"]),
     badly(
         "one that leaves",
         &[3],
@@ -92,7 +92,7 @@ pub const CASES: &[Case] = &[
         1,
         &["rank {rank}: Barrier (call", "waits for rank 1, which has already returned"],
     ),
-    badly("a panic", &[3], failures::panic, 1, &["rank {rank}: Barrier (call", "rank 1 failed: panicked"]),
+    badly("a panic", &[3], failures::panic, 1, &["rank {rank}: ", "(call", "rank 1 failed: panicked"]),
 ];
 
 /// Only when asked for.
