@@ -3,6 +3,7 @@
 //!
 //! Tells only; ending a wait is up to the backend.
 
+use std::collections::BTreeSet;
 use std::io::{ErrorKind, Read, Result, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,6 +15,8 @@ use std::time::{Duration, Instant};
 const BEAT: u8 = 0;
 const FAILED: u8 = 1;
 const FAREWELL: u8 = 2;
+/// Passed on, like failures: the rank sends nothing more, but its process still listens.
+const LEAVING: u8 = 3;
 const HEAD_BYTES: usize = 9;
 const MAX_TEXT: usize = 1 << 14;
 /// Something is sent this often, so that nobody between the processes takes the connection for an idle one.
@@ -36,6 +39,8 @@ struct Shared {
     lines: Vec<(usize, Mutex<TcpStream>)>,
     /// The rank that failed first, as far as this process knows, and what it said.
     failure: OnceLock<(usize, String)>,
+    /// Ranks that have said that they leave.
+    left: Mutex<BTreeSet<usize>>,
     ended: AtomicBool,
 }
 
@@ -55,7 +60,8 @@ impl Lifeline {
             heard.push((*peer, line.try_clone()?));
         }
         let lines = lines.into_iter().map(|(peer, line)| (peer, Mutex::new(line))).collect();
-        let shared = Arc::new(Shared { rank, lines, failure: OnceLock::new(), ended: AtomicBool::new(false) });
+        let (failure, left, ended) = Default::default();
+        let shared = Arc::new(Shared { rank, lines, failure, left, ended });
         let mut lifeline = Self { shared: shared.clone(), listeners: Vec::with_capacity(heard.len()) };
         for (peer, line) in heard {
             let shared = shared.clone();
@@ -88,6 +94,16 @@ impl Lifeline {
     /// Tells the others that this rank has failed; only the first failure of a group is told.
     pub fn fail(&self, reason: &str) {
         self.shared.fail(self.shared.rank, reason, None);
+    }
+
+    /// Tells the others that this rank sends nothing more. It goes on listening until it is dropped.
+    pub fn leave(&self) {
+        self.shared.leave(self.shared.rank, None);
+    }
+
+    /// Whether a rank has said that it sends nothing more.
+    pub fn has_left(&self, rank: usize) -> bool {
+        self.shared.left.lock().unwrap_or_else(PoisonError::into_inner).contains(&rank)
     }
 }
 
@@ -122,6 +138,14 @@ impl Shared {
         }
     }
 
+    /// Notes and passes on that a rank leaves.
+    fn leave(&self, rank: usize, from: Option<usize>) {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner).insert(rank);
+        for (_, line) in self.lines.iter().filter(|(peer, _)| Some(*peer) != from) {
+            self.say(line, LEAVING, rank, "");
+        }
+    }
+
     /// Best effort: a peer that is gone has been noticed by its listener.
     fn say(&self, line: &Mutex<TcpStream>, kind: u8, rank: usize, text: &str) {
         let mut end = text.len().min(MAX_TEXT);
@@ -139,6 +163,7 @@ impl Shared {
         loop {
             match self.hear(peer, &mut line) {
                 Ok((BEAT, ..)) => {}
+                Ok((LEAVING, rank, _)) => self.leave(rank, Some(peer)),
                 Ok((FAREWELL, ..)) => return,
                 Ok((_, rank, text)) => return self.fail(rank, &text, Some(peer)),
                 Err(_) if self.ended.load(Ordering::SeqCst) => return,
@@ -154,7 +179,7 @@ impl Shared {
         let mut head = [0; HEAD_BYTES];
         self.fill(peer, line, &mut head)?;
         let number = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]) as usize;
-        if head[0] > FAREWELL || number(5) > MAX_TEXT {
+        if head[0] > LEAVING || number(5) > MAX_TEXT {
             return Err(ErrorKind::InvalidData.into());
         }
         let mut text = vec![0; number(5)];
@@ -230,6 +255,24 @@ mod tests {
             }
         }
         drop(Lifeline::new(0, Vec::new()).unwrap());
+    }
+
+    #[test]
+    fn who_leaves_is_known_to_all_and_still_hears() {
+        for leaving in 0..3 {
+            let group = group(3);
+            group[leaving].leave();
+            for lifeline in &group {
+                let start = Instant::now();
+                while !lifeline.has_left(leaving) {
+                    assert!(start.elapsed() < LONG, "rank {} does not hear of {leaving}", lifeline.shared.rank);
+                    std::thread::sleep(PAUSE);
+                }
+                assert!(!lifeline.has_left((leaving + 1) % 3) && lifeline.failure().is_none());
+            }
+            group[(leaving + 1) % 3].fail("later");
+            assert!(group.iter().all(|lifeline| lifeline.failure_within(LONG).is_some()));
+        }
     }
 
     #[test]

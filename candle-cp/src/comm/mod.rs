@@ -5,6 +5,8 @@ mod counters;
 mod group;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod header;
+#[cfg(any(test, feature = "mpi"))]
+mod invitation;
 pub mod lifeline;
 mod local;
 mod mailbox;

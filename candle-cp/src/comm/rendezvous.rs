@@ -366,6 +366,7 @@ impl Meeting {
 
     /// As [`Meeting::join`], where rank 0 is at one of several addresses: they are tried in turn until one answers as the
     /// meeting with this nonce.
+    #[cfg(any(test, feature = "mpi"))]
     pub(super) fn join_at(&self, candidates: &[SocketAddr], nonce: &Nonce) -> Result<(Payload, TcpStream)> {
         self.check()?;
         let start = Instant::now();

@@ -3,6 +3,7 @@
 use crate::{exchanges, failures, same};
 use candle_cp::comm::mpi::{self, Options};
 use candle_cp::{Communicator, Result};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -83,8 +84,15 @@ pub const CASES: &[Case] = &[
             &["rank {rank}: AllReduce (call", "got no answer from rank 1 within 2s"],
         )
     },
-    badly("an error", &[3], failures::error, 1, &["rank {rank}: Barrier (call", "rank 1 failed: no more memory"]),
-    badly("a panic", &[3], failures::panic, 1, &["rank {rank}: Barrier (call", "rank 1 failed: panicked"]),
+    badly("an error", &[3], failures::error, 1, &["rank {rank}: ", "(call", "rank 1 failed: no more memory"]),
+    badly(
+        "one that leaves",
+        &[3],
+        failures::leaves,
+        1,
+        &["rank {rank}: Barrier (call", "waits for rank 1, which has already returned"],
+    ),
+    badly("a panic", &[3], failures::panic, 1, &["rank {rank}: ", "(call", "rank 1 failed: panicked"]),
 ];
 
 /// Only when asked for.
@@ -105,7 +113,9 @@ const fn badly(
 }
 
 /// A process that `mpirun` has started.
-pub fn run_rank(name: &str) -> ExitCode {
+///
+/// What it says goes to `report` as well, in a file of its own: launchers mix lines, and drop what comes late.
+pub fn run_rank(name: &str, report: Option<&Path>) -> ExitCode {
     // The launcher sends it to the others when one dies; they have something to say first.
     // SAFETY: no handler is installed.
     unsafe { libc::signal(libc::SIGTERM, libc::SIG_IGN) };
@@ -129,6 +139,9 @@ pub fn run_rank(name: &str) -> ExitCode {
         }
         Err(error) => {
             eprintln!("rank {rank} says: {error}");
+            if let Some(report) = report {
+                std::fs::write(report.join(rank.to_string()), error.to_string()).expect("a report");
+            }
             comm.abort(&error.to_string());
             ExitCode::from(FAILED)
         }

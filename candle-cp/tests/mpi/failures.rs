@@ -63,8 +63,8 @@ pub fn killed_in_exchange(comm: Comm) -> Result<()> {
     if comm.rank() == BAD {
         die();
     }
-    // Rank 0 waits for the one that dies, rank 2 for one that lives and never answers; both with a large send on its way.
-    let (to, from) = if comm.rank() == 0 { (2, BAD) } else { (0, 0) };
+    // Rank 0 waits for the one that dies, rank 2 for one that lives and never answers; both send to the one that dies.
+    let (to, from) = if comm.rank() == 0 { (BAD, BAD) } else { (BAD, 0) };
     let tag = Tag { call: comm.next_call(), ..tag_of(0) };
     let expected = Expected { from, shape: Some(vec![5]), dtype: DType::U8 };
     comm.exchange(tag, Some((to, zeros(&[1 << 20], DType::F32))), None)?;
@@ -117,6 +117,11 @@ pub fn error(comm: Comm) -> Result<()> {
         return Err(Error::Candle(candle_core::Error::Msg("no more memory".into())));
     }
     comm.barrier()
+}
+
+pub fn leaves(comm: Comm) -> Result<()> {
+    warm_up(&comm)?;
+    if comm.rank() == BAD { Ok(()) } else { comm.barrier() }
 }
 
 pub fn panic(comm: Comm) -> Result<()> {

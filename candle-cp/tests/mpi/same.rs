@@ -111,7 +111,7 @@ pub fn groups(comm: Comm) -> Result<()> {
         let (inner, all) = (within.all_gather(&wave(&[1], rank)?)?, world.all_gather(&wave(&[1], rank)?)?);
         Ok((group.rank(), names, sum, bits(&Tensor::cat(&inner, 0)?)?, bits(&Tensor::cat(&all, 0)?)?))
     })?;
-    for context in (1..=comm.size()).filter(|context| comm.size() % context == 0) {
+    for context in (1..=comm.size()).filter(|context| comm.size().is_multiple_of(*context)) {
         same(&comm, "mesh", |world| {
             let mesh = Mesh::new(world, context)?;
             let x = wave(&[37], mesh.world().rank())?;

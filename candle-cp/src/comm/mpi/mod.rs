@@ -33,24 +33,23 @@
 //! once and SIGKILL a second later. A program that wants to say why it ends has to live through the SIGTERM.
 //!
 //! Dropped without failure, the group is finalized, which waits for the other ranks to do so, for the time of one message at
-//! most.
+//! most. Ranks that wait for one that has left get [`Error::PeerLeft`](crate::Error::PeerLeft).
 
 mod calls;
 mod engine;
 mod landing;
-mod meeting;
 mod pending;
 mod shared;
 
 use super::group::{Channel, Group, Transport};
 use super::header::Header;
+use super::invitation::{INVITATION_BYTES, Invitation};
 use super::lifeline::Lifeline;
 use super::{Alive, Communicator, Counters, Expected, Pending, Tag};
 use crate::error::{Error, Result};
 use calls::Mpi;
 use candle_core::Tensor;
 use engine::{Engine, Post};
-use meeting::{INVITATION_BYTES, Invitation};
 use pending::{MpiPending, Ticket};
 use shared::Shared;
 use std::net::TcpListener;
@@ -156,7 +155,7 @@ fn open() -> Result<(Mpi, Place)> {
         match Invitation::issue() {
             Ok((bound, invitation)) => (bytes, listener) = (invitation.encode(), Some(bound)),
             // The others wait for a broadcast; one without an invitation ends them, too.
-            Err(e) => refused = Some(meeting::cannot_listen(&e)),
+            Err(e) => refused = Some(start(format!("rank 0 cannot listen for the others: {e}"))),
         }
     }
     mpi.broadcast(&mut bytes).map_err(start)?;

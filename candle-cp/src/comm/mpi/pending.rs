@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 /// A wait looks this often whether the group has ended, should MPI itself hang.
 const LOOK: Duration = Duration::from_millis(20);
+/// What a peer has sent before it left comes within this time.
+const GRACE: Duration = Duration::from_secs(1);
 
 /// A message that has come: its memory, all of it written, and its dimensions.
 type Arrived = (Landing, Vec<usize>);
@@ -76,20 +78,31 @@ impl MpiPending {
     fn until<T>(&self, peer: usize, bytes: usize, ready: impl Fn(&mut Progress) -> Option<Result<T>>) -> Result<T> {
         let start = Instant::now();
         let mut progress = self.ticket.lock();
+        let mut left_at = None;
         loop {
             if let Some(result) = ready(&mut progress) {
                 return result;
             }
             self.shared.check(self.tag, &format!("rank {peer}"), bytes)?;
+            if self.shared.has_left(peer) && left_at.get_or_insert_with(Instant::now).elapsed() > GRACE {
+                let (rank, operation) = (self.shared.rank, self.tag.to_string());
+                return Err(self.end(Error::PeerLeft { rank, operation, peer }));
+            }
             let Some(left) = self.deadline.checked_sub(start.elapsed()) else {
                 let (rank, operation, waited) = (self.shared.rank, self.tag.to_string(), self.deadline);
-                let error = Error::Timeout { rank, operation, peer, waited, bytes };
-                self.shared.end(&error.to_string());
-                return Err(error);
+                return Err(self.end(Error::Timeout { rank, operation, peer, waited, bytes }));
             };
             let waited = self.ticket.changed.wait_timeout(progress, left.min(LOOK));
             progress = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+}
+
+impl MpiPending {
+    /// Ends the group for what this rank has found out.
+    fn end(&self, error: Error) -> Error {
+        self.shared.end(&error.to_string());
+        error
     }
 }
 

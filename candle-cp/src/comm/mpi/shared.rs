@@ -36,6 +36,16 @@ impl Shared {
         }
     }
 
+    /// Tells the others that all that this rank sends has been sent.
+    pub fn leave(&self) {
+        self.lifeline.leave();
+    }
+
+    /// Whether a peer sends nothing more.
+    pub fn has_left(&self, peer: usize) -> bool {
+        self.lifeline.has_left(peer)
+    }
+
     /// The peer that ended the group, and what it said.
     pub fn peer_failure(&self) -> Option<(usize, String)> {
         self.lifeline.failure().filter(|(peer, _)| *peer != self.rank)

@@ -1,8 +1,7 @@
-//! How the processes of an MPI job open the connections over which they hear of each other's failures: MPI itself carries
-//! where rank 0 listens.
+//! How processes meet that can tell each other where, without an address that all know from the start: those of an MPI job.
 
-use crate::comm::rendezvous::{Meeting, Nonce, PAYLOAD_BYTES};
-use crate::error::{Error, Result};
+use super::rendezvous::{Meeting, Nonce, PAYLOAD_BYTES};
+use crate::error::Result;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
@@ -134,11 +133,6 @@ fn interface_addresses() -> io::Result<Vec<IpAddr>> {
     }
     found.sort_by_key(IpAddr::is_loopback);
     Ok(found)
-}
-
-/// As an error of connecting.
-pub fn cannot_listen(error: &io::Error) -> Error {
-    Error::MpiStart { message: format!("rank 0 cannot listen for the others: {error}") }
 }
 
 #[cfg(test)]
