@@ -2,7 +2,11 @@
 //! the same ones.
 
 use candle_core::{Device, Tensor};
+use candle_cp::Communicator;
 use candle_cp::comm::Mesh;
+use candle_cp_layers::Weights;
+use rayon::prelude::*;
+use safetensors::View;
 
 use crate::error::{Error, Result};
 use crate::packing::Batch;
@@ -43,6 +47,32 @@ pub(crate) fn agree(mesh: &Mesh, step: usize, batches: &[Batch], label_tokens: u
     // One rank of each replica tells for all of them.
     let of_replicas = |place: usize| all.iter().step_by(context).map(|counts| counts[place] as usize).sum();
     Ok(Totals { tokens: of_replicas(PARTS.len() + 1), label_tokens: of_replicas(PARTS.len() + 2) })
+}
+
+/// Compares the numbers of all weights over ranks, tensor by tensor. Every rank has to call it; ranks that are threads
+/// have read the same files.
+///
+/// # Errors
+/// [`Error::RanksDiffer`] names the first tensor, in name order, that is not the same; or another rank failed.
+pub(crate) fn agree_on_weights(world: &dyn Communicator, weights: &Weights) -> Result<()> {
+    let trained = weights.variables().iter().map(|(name, var)| (name, var.as_tensor()));
+    let mut tensors: Vec<(&String, &Tensor)> = trained.chain(weights.buffers()).chain(weights.frozen()).collect();
+    tensors.sort_by_key(|(name, _)| *name);
+    let checksum = |(_, tensor): &(&String, &Tensor)| {
+        let here = tensor.to_device(&Device::Cpu)?.contiguous()?;
+        Ok(i64::from(crc32c::crc32c(&View::data(&here))))
+    };
+    let mine: Vec<i64> = tensors.par_iter().map(checksum).collect::<candle_core::Result<_>>()?;
+    let all = world.all_gather(&Tensor::new(mine.as_slice(), &Device::Cpu)?)?;
+    for (peer, theirs) in all.iter().enumerate() {
+        let theirs = theirs.to_vec1::<i64>()?;
+        if let Some(place) = mine.iter().zip(&theirs).position(|(mine, theirs)| mine != theirs) {
+            let what = format!("the weight {}, by its checksum,", tensors[place].0);
+            let (mine, theirs) = (mine[place].to_string(), theirs[place].to_string());
+            return Err(Error::RanksDiffer { what, rank: world.rank(), mine, peer, theirs });
+        }
+    }
+    Ok(())
 }
 
 /// One checksum (CRC-32C) for each of [`PARTS`].

@@ -58,6 +58,15 @@ pub enum Error {
         theirs: String,
     },
 
+    /// A failure in the middle of training.
+    #[error("step {step}: {cause}")]
+    AtStep {
+        /// The step, from 1, that was not done.
+        step: usize,
+        /// What went wrong.
+        cause: Box<Error>,
+    },
+
     /// The model or its checkpoint.
     #[error(transparent)]
     Model(#[from] candle_cp_layers::Error),
@@ -356,6 +365,14 @@ impl Error {
         Self::Flag { flag: flag.into(), value: value.to_string(), allowed: allowed.into(), fix: fix.into() }
     }
 
+    /// The same with the step that was not done, where it does not tell by itself.
+    pub(crate) fn at_step(self, step: usize) -> Self {
+        match self {
+            Self::Cp(_) | Self::Candle(_) | Self::Model(_) => Self::AtStep { step, cause: Box::new(self) },
+            other => other,
+        }
+    }
+
     /// True if the user's input has to change: a flag, the data, the checkpoint.
     pub fn is_usage(&self) -> bool {
         match self {
@@ -388,6 +405,7 @@ impl Error {
             Self::Hub(error) => error.is_usage(),
             Self::DataHub { error, .. } => error.is_usage(),
             Self::Model(error) => !matches!(error, candle_cp_layers::Error::Candle(_) | candle_cp_layers::Error::Cp(_)),
+            Self::AtStep { cause, .. } => cause.is_usage(),
             Self::Candle(_)
             | Self::Cp(_)
             | Self::Io { .. }

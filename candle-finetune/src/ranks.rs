@@ -108,6 +108,9 @@ impl Ranks {
     fn end(&self, error: Error) -> Error {
         let Self::Process { comm, .. } = self else { return error };
         if let Some((peer, message)) = comm.peer_failure() {
+            if error.to_string().contains(&message) {
+                return error;
+            }
             let (rank, operation) = (comm.rank(), "training".to_string());
             return Error::Cp(CpError::PeerFailed { rank, operation, peer, message });
         }
@@ -161,7 +164,7 @@ impl Ranks {
     }
 
     /// Whether all processes train a model of the same configuration on the same data in the same way. The numbers in the
-    /// weight files are not compared.
+    /// weight files are compared when they are read.
     pub(crate) fn agree(&self, config: &Config, job: &Job) -> Result<()> {
         let Self::Process { comm, .. } = self else { return Ok(()) };
         let data = [

@@ -7,6 +7,7 @@ use candle_cp::Communicator;
 use candle_cp::comm::Mesh;
 use candle_cp_layers::Weights;
 
+use crate::agreement::agree_on_weights;
 use crate::config::Config;
 use crate::error::Result;
 use crate::evaluate::{Scores, evaluate};
@@ -121,6 +122,9 @@ pub(crate) fn train_on(
             Some(save) => Trainer::resume(job, config, comm, save)?,
             None => Trainer::new(job, config, comm)?,
         };
+        if let Ranks::Process { comm, .. } = ranks {
+            agree_on_weights(comm.as_ref(), trainer.weights())?;
+        }
         let mut batches = job.training(config);
         if let Some(save) = from {
             batches.seek(save.state.position)?;
@@ -151,16 +155,18 @@ fn steps(
     let mut reports = Vec::new();
     let mut scores = None;
     while trainer.optimizer().steps() < job.steps() {
+        let number = trainer.optimizer().steps() + 1;
         let step_batches = next_step(batches, config.accumulate, trainer.mesh())?;
         let epoch = epochs(batches);
-        let report = StepReport { epoch: Some(epoch), ..trainer.step(&step_batches)? };
+        let report =
+            StepReport { epoch: Some(epoch), ..trainer.step(&step_batches).map_err(|error| error.at_step(number))? };
         watcher.step(rank, &report)?;
         reports.push(report);
 
         let step = report.step;
         let due = |every: usize| step.is_multiple_of(every) || step == job.steps();
         scores = match validate_every.is_some_and(due) {
-            true => Some(score(trainer)?),
+            true => Some(score(trainer).map_err(|error| error.at_step(number))?),
             false => None,
         };
         if let Some(val_loss) = scores.as_ref().and_then(Scores::loss).filter(|_| rank == 0) {
@@ -168,7 +174,8 @@ fn steps(
             let seconds = trainer.seconds();
             watcher.validation(&ValidationReport { step, epoch: Some(epoch), val_loss, val_tokens, seconds })?;
         }
-        if after(trainer, batches.position(), watcher)? == Next::Stop && step < job.steps() {
+        let next = after(trainer, batches.position(), watcher).map_err(|error| error.at_step(number))?;
+        if next == Next::Stop && step < job.steps() {
             return Ok((reports, scores, true));
         }
     }
