@@ -130,13 +130,17 @@ fn output_within(mut program: Command, limit: Duration) -> Result<(ExitStatus, S
                 String::from_utf8_lossy(&text).into_owned()
             })
         });
-        let mut late = false;
+        let (mut late, mut killed) = (false, false);
         let status = loop {
             match child.try_wait() {
                 Ok(Some(status)) => break status,
-                Ok(None) if !late && start.elapsed() > limit => {
-                    late = true;
-                    marked().iter().for_each(|&(process, _)| kill(process));
+                Ok(None) if !killed && start.elapsed() > limit => {
+                    // Also mpirun was seen to hang, rarely, when it ends a job that failed: it is told from a rank that does.
+                    let left = marked();
+                    late = left.iter().any(|(_, command)| command.contains("--rank") && !command.starts_with("mpirun"));
+                    println!("not over within {limit:?}; killed: {left:?}");
+                    killed = true;
+                    left.iter().for_each(|&(process, _)| kill(process));
                     kill(child.id());
                 }
                 Ok(None) => std::thread::sleep(Duration::from_millis(20)),
