@@ -217,7 +217,18 @@ fn good_files_are_accepted() {
 fn one_value_of_every_setting_survives() {
     for setting in Config::SETTINGS {
         let accepted = |value: &str| read(&format!("{} = {value}", setting.key)).unwrap();
-        let values = ["1", "0.5", "true", "\"f32\"", "\"text\"", "\"cosine\"", "\"cpu\"", "\"balanced\"", "\"gemma4\""];
+        let values = [
+            "1",
+            "0.5",
+            "true",
+            "\"f32\"",
+            "\"text\"",
+            "\"cosine\"",
+            "\"cpu\"",
+            "\"balanced\"",
+            "\"gemma4\"",
+            "\"mpi\"",
+        ];
         assert!(values.iter().any(|value| accepted(value)), "{setting:?}");
         for refused in ["{}", "[[1]]", "1979-05-27", "\"\""] {
             assert!(!accepted(refused), "{setting:?} = {refused}");
