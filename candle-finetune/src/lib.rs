@@ -44,7 +44,7 @@ mod train;
 mod trainer;
 
 pub use closing::Closing;
-pub use comm_use::{CommMeter, CommUse};
+pub use comm_use::{CommMeter, CommUse, OperationUse, Operations};
 pub use config::{Config, LoraSettings, Setting, Sources};
 pub use device::ComputeDevice;
 pub use encoder::Encoder;

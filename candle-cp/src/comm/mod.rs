@@ -53,6 +53,45 @@ pub enum Traffic {
     Barrier,
 }
 
+impl Traffic {
+    /// All kinds. A kind travels between processes as its place here, so that those of one run have to be of one build.
+    pub const ALL: [Self; 11] = [
+        Self::KeyValue,
+        Self::KeyValueGradient,
+        Self::State,
+        Self::StateGradient,
+        Self::Halo,
+        Self::HaloGradient,
+        Self::AllReduce,
+        Self::ReduceScatter,
+        Self::Gather,
+        Self::Broadcast,
+        Self::Barrier,
+    ];
+
+    /// A name for files, such as `key_value_gradient`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::KeyValue => "key_value",
+            Self::KeyValueGradient => "key_value_gradient",
+            Self::State => "state",
+            Self::StateGradient => "state_gradient",
+            Self::Halo => "halo",
+            Self::HaloGradient => "halo_gradient",
+            Self::AllReduce => "all_reduce",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::Gather => "gather",
+            Self::Broadcast => "broadcast",
+            Self::Barrier => "barrier",
+        }
+    }
+
+    /// Its place in [`Traffic::ALL`].
+    pub fn index(self) -> usize {
+        self as usize
+    }
+}
+
 /// Identifies one exchange, so that ranks which are out of step notice instead of mixing data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tag {
