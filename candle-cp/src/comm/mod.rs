@@ -13,12 +13,15 @@ mod mesh;
 pub mod nccl;
 pub mod rendezvous;
 pub mod threads;
+mod trace;
 
 pub use collectives::{Gathering, Reducing, share};
 pub(crate) use counters::{Alive, Counters};
 pub use counters::{CommStats, Counter};
 pub use local::Local;
 pub use mesh::Mesh;
+pub(crate) use trace::Clock;
+pub use trace::{OpenSpan, Row, Span, Trace};
 
 use crate::error::Result;
 use candle_core::{DType, Tensor};
@@ -160,6 +163,11 @@ pub trait Communicator: Send + Sync + Debug + AsCommunicator {
 
     /// Counters since the start.
     fn stats(&self) -> CommStats;
+
+    /// Where this rank records what it does, shared by all of its groups; off at first. By default nothing is recorded.
+    fn trace(&self) -> Trace {
+        Trace::default()
+    }
 
     /// Ends the group for a failure of this rank: `reason` is told to the peers as far as the backend can, and their waits
     /// end. A rank thread that returns an error does so anyway. By default nothing happens: there is nobody to tell.

@@ -44,7 +44,7 @@ mod tensors;
 
 use super::lifeline::Lifeline;
 use super::rendezvous::Meeting;
-use super::{CommStats, Communicator, Counters, Expected, Pending, Tag, Traffic};
+use super::{CommStats, Communicator, Counters, Expected, Pending, Tag, Trace, Traffic};
 use crate::error::{Error, Result};
 use crate::launch::LaunchEnvironment;
 use candle_core::{Device, Tensor};
@@ -193,6 +193,10 @@ impl Communicator for NcclRank {
 
     fn stats(&self) -> CommStats {
         self.counters.snapshot()
+    }
+
+    fn trace(&self) -> Trace {
+        self.counters.trace().clone()
     }
 
     fn abort(&self, reason: &str) {
