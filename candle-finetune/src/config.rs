@@ -93,6 +93,8 @@ pub struct Config {
     pub keep: usize,
     /// `out.tensorboard`: event files are written.
     pub tensorboard: bool,
+    /// `out.trace`: the step whose timeline is written.
+    pub trace: Option<usize>,
     /// Where model and data are on this machine; [`Config::resolve`] fills it in. Not a setting.
     pub sources: Sources,
     /// How often each held-out digit is read at the end, in other conversations each time; 0 leaves the test out. Not a
@@ -183,6 +185,7 @@ impl Default for Config {
             save_every: None,
             keep: 2,
             tensorboard: false,
+            trace: None,
             sources: Sources::default(),
             held_out_rounds: 2,
         }

@@ -40,6 +40,7 @@ mod schedule;
 pub mod small_model;
 mod summary;
 mod tensorboard;
+mod timeline;
 mod train;
 mod trainer;
 
@@ -64,7 +65,7 @@ pub use ranks::Ranks;
 pub use report::{History, StepReport, ValidationReport};
 pub use run::{
     ADAPTER_FOLDER, CHECKPOINT_FOLDER, Control, LOSS_CURVE_FILE, METRICS_FILE, SETTINGS_FILE, TENSORBOARD_FOLDER,
-    layered_settings, resume, resume_on, resumed_settings, run, run_controlled, run_on,
+    layered_settings, resume, resume_on, resumed_settings, run, run_controlled, run_on, timeline_file,
 };
 pub use sample::{Part, Position, Sample, Source, Token};
 pub use schedule::{Schedule, ScheduleKind};

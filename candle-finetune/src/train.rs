@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 use candle_cp::Communicator;
+use candle_cp::comm::Row;
 use candle_cp_layers::Weights;
 
 use crate::config::Config;
@@ -16,6 +17,7 @@ use crate::ranks::Ranks;
 use crate::report::{StepReport, ValidationReport};
 use crate::sample::Position;
 use crate::saves::Save;
+use crate::timeline::Timeline;
 use crate::trainer::Trainer;
 
 /// Longest time that a rank waits for another one. Rank 0 may write a large checkpoint meanwhile; a rank that fails is
@@ -43,6 +45,14 @@ pub trait Watcher: Sync {
     /// # Errors
     /// Its own.
     fn validation(&self, _report: &ValidationReport) -> Result<()> {
+        Ok(())
+    }
+
+    /// After the step that [`Config::trace`] names: its timeline, as a JSON text; rank 0 only.
+    ///
+    /// # Errors
+    /// Its own.
+    fn timeline(&self, _step: usize, _json: &str) -> Result<()> {
         Ok(())
     }
 
@@ -155,9 +165,17 @@ fn steps(
     let mut reports = Vec::new();
     let mut scores = None;
     while trainer.optimizer().steps() < job.steps() {
+        let timeline = Timeline::start(config.trace, trainer.optimizer().steps() + 1, trainer.comm().as_ref());
+        let data = trainer.comm().trace().span(Row::Step, "data");
         let step_batches = next_step(batches, config.accumulate)?;
+        drop(data);
         let epoch = epochs(batches);
         let report = StepReport { epoch: Some(epoch), ..trainer.step(&step_batches)? };
+        if let Some(json) = timeline.map(|timeline| timeline.finish(trainer.comm().as_ref())).transpose()?
+            && rank == 0
+        {
+            watcher.timeline(report.step, &json)?;
+        }
         watcher.step(rank, &report)?;
         reports.push(report);
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
+use candle_cp::comm::Row;
 use candle_cp::{Communicator, CpContext, ShardedLabels};
 use candle_cp_layers::{LoraReport, Recompute, Weights};
 
@@ -118,6 +119,7 @@ impl<'a> Trainer<'a> {
             });
         }
         let no_batch = || Error::Task { task: "this data", reason: "a step has no batch".to_string() };
+        let _span = self.comm.trace().span(Row::Step, "sums over ranks");
         let gradients = gradients.ok_or_else(no_batch)?.sum_over_ranks(self.comm.as_ref())?;
         let loss = self.comm.all_reduce_sum(&loss)?.to_scalar::<f64>()?;
         Ok(BatchGradients { loss, gradients, label_tokens })
@@ -133,8 +135,13 @@ impl<'a> Trainer<'a> {
         labels: &ShardedLabels,
     ) -> Result<(Tensor, Gradients)> {
         let recompute = if self.config.recompute { Recompute::on() } else { Recompute::off() };
+        let trace = self.comm.trace();
+        let forward = trace.span(Row::Step, "forward");
         let hidden_bsh = model.hidden(batch, context, &recompute, self.config.dtype, self.job.device())?;
+        let work = trace.span(Row::Compute, "loss");
         let loss = model.loss(&hidden_bsh, labels)?;
+        drop((work, forward));
+        let _span = trace.span(Row::Step, "backward");
         let gradients = Gradients::collect(&recompute.backward(&loss)?, self.weights.variables())?;
         Ok((loss.detach().to_dtype(DType::F64)?, gradients))
     }
@@ -152,6 +159,7 @@ impl<'a> Trainer<'a> {
         if !loss.is_finite() {
             return Err(Error::NotFinite { step, what: "the loss".to_string(), value: loss });
         }
+        let optimizer = self.comm.trace().span(Row::Step, "optimizer");
         let grad_norm = gradients.norm()?;
         if !grad_norm.is_finite() {
             let (what, value) = match gradients.not_finite()? {
@@ -161,6 +169,7 @@ impl<'a> Trainer<'a> {
             return Err(Error::NotFinite { step, what, value });
         }
         self.optimizer.step(&gradients.clip(grad_norm, self.config.max_grad_norm)?, lr)?;
+        drop(optimizer);
         let tokens: usize = batches.iter().map(Batch::token_count).sum();
         let tokens_per_s = tokens as f64 / began.elapsed().as_secs_f64();
         let seconds = self.started.elapsed().as_secs_f64();
