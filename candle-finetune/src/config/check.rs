@@ -144,7 +144,7 @@ impl Config {
     pub(crate) fn check_steps(&self, steps: usize) -> Result<()> {
         if let Some(step) = self.trace.filter(|&step| step > steps) {
             let allowed = format!("at most the number of steps, {steps}");
-            return Err(Error::flag("--trace", step, allowed, "choose a step of the run, not the first one"));
+            return Err(Error::flag("--trace", step, allowed, "choose a step of the run"));
         }
         match self.warmup.filter(|&warmup| warmup > steps) {
             Some(warmup) => {
