@@ -50,6 +50,11 @@ def expected(metrics):
             for field, tag, divisor in SCALARS:
                 if field in line and tag.startswith("val/") == validation:
                     curves.setdefault(tag, []).append((line["step"], f32(line[field] / divisor)))
+            for kind, used in line.get("operations", {}).items():
+                for field, tag, divisor in SCALARS:
+                    if field in used:
+                        tag = tag.replace("ranks/", f"ranks/{kind}/")
+                        curves.setdefault(tag, []).append((line["step"], f32(used[field] / divisor)))
     return curves
 
 

@@ -238,6 +238,8 @@ impl<T: Element> ForwardPass<'_, T> {
 }
 
 impl<T: Element> Pass for ForwardPass<'_, T> {
+    const NAME: &'static str = "attention forward";
+
     fn pack(&self, ranges: &[Range<usize>]) -> Result<Tensor> {
         ring::pack(self.common.keys, self.common.values, ranges)
     }
@@ -285,6 +287,8 @@ impl<T: Element> BackwardPass<'_, T> {
 }
 
 impl<T: Element> Pass for BackwardPass<'_, T> {
+    const NAME: &'static str = "attention backward";
+
     fn pack(&self, ranges: &[Range<usize>]) -> Result<Tensor> {
         ring::pack(self.common.keys, self.common.values, ranges)
     }

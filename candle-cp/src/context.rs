@@ -244,7 +244,7 @@ impl CpContext {
     /// # Errors
     /// Keys of another context, or queries that do not fit the keys.
     pub fn attend_gathered(&self, q_bshd: &Tensor, keys: &GatheredKeys, scale: f64) -> Result<Tensor> {
-        gathered::attend(&self.plan(keys.rule())?, q_bshd, keys, scale)
+        gathered::attend(&self.plan(keys.rule())?, q_bshd, keys, scale, self.0.comm.trace())
     }
 
     /// The gated delta rule over the documents of the whole row, of which this rank passes in its slice.

@@ -6,7 +6,7 @@
 
 mod halo;
 
-use crate::comm::Communicator;
+use crate::comm::{Communicator, Row};
 use crate::element::{Element, dispatch, slice, with_cpu_storage};
 use crate::error::{Error, Result};
 use crate::layout::SequenceLayout;
@@ -123,6 +123,7 @@ impl Conv {
     fn forward<T: Element>(&self, x: &[T], weight: &[T]) -> Result<Vec<T>> {
         let channels = weight.len() / self.taps;
         let halo = self.plan.fetch(self.comm.as_ref(), x, channels)?;
+        let _work = self.comm.trace().span(Row::Compute, "convolution forward");
         let (x, weight, wide_halo) = (T::widen_all(x), T::widen_all(weight), T::widen_all(&halo));
         let rows = self.rows(&x, &wide_halo, channels);
         let mut out = vec![<T::Acc as Real>::ZERO; x.len()];
@@ -145,6 +146,7 @@ impl Conv {
         let channels = weight.len() / self.taps;
         let halo = self.halo.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let halo = halo.expect("forward ran before backward").flatten_all()?.to_vec1::<T>()?;
+        let work = self.comm.trace().span(Row::Compute, "convolution backward");
         let (x, weight, halo) = (T::widen_all(x), T::widen_all(weight), T::widen_all(&halo));
         let (rows, d_out) = (self.rows(&x, &halo, channels), T::widen_all(d_out));
         let [mut d_x, mut d_halo] = [x.len(), halo.len()].map(|len| vec![<T::Acc as Real>::ZERO; len]);
@@ -152,6 +154,7 @@ impl Conv {
         let mut places = self.places(d_x.chunks_mut(channels), d_halo.chunks_mut(channels));
         let conv = CausalConv::new(&rows, &weight, self.taps, self.activation);
         let d_weight = conv.backward(&d_out, &mut places, with_weight);
+        drop(work);
         self.plan.give_back(self.comm.as_ref(), &d_halo, &mut d_x, channels)?;
         let tensor = |sums: Vec<T::Acc>| {
             let count = sums.len();

@@ -22,7 +22,7 @@
 mod plan;
 mod states;
 
-use crate::comm::Communicator;
+use crate::comm::{Communicator, OpenSpan, Row};
 use crate::element::{Element, dispatch, slice, with_cpu_storage};
 use crate::error::{Error, Result};
 use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Shape, Tensor, WithDType};
@@ -75,6 +75,10 @@ fn check(plan: &StatePlan, (qkv, g, beta): (&Tensor, &Tensor, &Tensor), heads: &
     }
     Ok(if qkv.dtype() == DType::F64 { DType::F64 } else { DType::F32 })
 }
+
+/// What spans of work are called in a trace.
+const FORWARD: &str = "delta rule forward";
+const BACKWARD: &str = "delta rule backward";
 
 struct DeltaRule {
     comm: Arc<dyn Communicator>,
@@ -153,10 +157,15 @@ impl DeltaRule {
         self.plan.runs.iter().enumerate().filter(|(_, own)| wanted(own)).collect()
     }
 
+    fn work(&self, name: &'static str) -> OpenSpan {
+        self.comm.trace().span(Row::Compute, name)
+    }
+
     fn forward<T: Element>(&self, inputs: &DeltaInputs<T::Acc>) -> Result<Vec<T>> {
         let (plan, count) = (&self.plan, self.plan.runs.len());
         let mut out = DeltaForward::new(self.heads, plan.batch * plan.local_len);
         let mut blocks: Vec<Option<DeltaBlocks<T::Acc>>> = (0..count).map(|_| None).collect();
+        let mut span = self.work(FORWARD);
         // What starts here needs nobody else; where it ends is what the next piece starts from.
         let starting = self.runs(|own| !own.continues);
         let work: Vec<_> = starting.iter().map(|(_, own)| forward_run(own, None, own.carries)).collect();
@@ -174,7 +183,9 @@ impl DeltaRule {
             let made = kernels::delta_states(inputs, &work).into_iter();
             states.extend(through.iter().copied().zip(made));
             let made = through.into_iter().zip(kernels::delta_transitions(inputs, &work)).collect();
+            drop(span);
             let maps = Maps::exchange(self.comm.as_ref(), plan, &self.heads, (states, made))?;
+            span = self.work(FORWARD);
             let before = maps.initial(plan)?;
             transitions = maps.into_transitions(plan)?;
             for (number, own) in self.runs(|own| own.continues) {
@@ -187,6 +198,7 @@ impl DeltaRule {
         for ((number, _), passed) in continuing.into_iter().zip(out.run(inputs, &work)) {
             blocks[number] = Some(passed.blocks);
         }
+        drop(span);
         let blocks = blocks.into_iter().map(|blocks| blocks.expect("every run was passed")).collect();
         let saved = Saved { initial, blocks, transitions };
         *self.saved.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(saved));
@@ -199,6 +211,7 @@ impl DeltaRule {
         let saved =
             saved.and_then(|saved| saved.downcast::<Saved<T::Acc>>().ok()).expect("forward ran before backward");
         let mut gradients = DeltaBackward::new(self.heads, plan.batch * plan.local_len);
+        let mut span = self.work(BACKWARD);
         // What ends here needs nobody else, and gives what comes before it the whole gradient of its last state.
         let ending = self.runs(|own| !own.carries);
         let work: Vec<_> = ending.iter().map(|&(number, own)| backward_run(own, number, &saved, None)).collect();
@@ -211,7 +224,9 @@ impl DeltaRule {
         if plan.crosses() {
             let (through, work) = self.through();
             initial.extend(through.into_iter().zip(kernels::delta_initial_gradients(inputs, &work, d_out)));
+            drop(span);
             let after = final_gradients(self.comm.as_ref(), plan, &self.heads, &saved.transitions, initial)?;
+            span = self.work(BACKWARD);
             let carrying = self.runs(|own| own.carries);
             let finals = carrying.iter().map(|(_, own)| numbers(&after, own)).collect::<Result<Vec<_>>>()?;
             let work = carrying.iter().zip(&finals).map(|(&(number, own), last)| DeltaBackwardRun {
@@ -220,6 +235,7 @@ impl DeltaRule {
             });
             gradients.run(inputs, &work.collect::<Vec<_>>(), d_out);
         }
+        drop(span);
         Ok(gradients.finish())
     }
 

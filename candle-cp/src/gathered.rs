@@ -4,7 +4,7 @@
 //! of all layers that read it add up on the rank that read it, and travel back to their owners once.
 
 use crate::attention::{check, dims4};
-use crate::comm::Communicator;
+use crate::comm::{Communicator, Trace};
 use crate::element::{Element, Operand, dispatch, with_cpu_storage};
 use crate::error::{Error, Result};
 use crate::gpu::{self, GpuDevice};
@@ -83,7 +83,13 @@ pub(crate) fn gather(
 }
 
 /// Attends with `q` (`[B, S_local, Hq, D]`).
-pub(crate) fn attend(plan: &Arc<AttentionPlan>, q: &Tensor, keys: &GatheredKeys, scale: f64) -> Result<Tensor> {
+pub(crate) fn attend(
+    plan: &Arc<AttentionPlan>,
+    q: &Tensor,
+    keys: &GatheredKeys,
+    scale: f64,
+    trace: Trace,
+) -> Result<Tensor> {
     if !Arc::ptr_eq(plan, &keys.plan) {
         let allowed = "keys that this context gathered";
         return Err(Error::argument("keys", "those of another context", allowed, "gather them once per batch"));
@@ -103,9 +109,9 @@ pub(crate) fn attend(plan: &Arc<AttentionPlan>, q: &Tensor, keys: &GatheredKeys,
     }
     let shape = kernels::Shape { batch, query_heads, key_heads, queries, head_dim };
     if let Some(device) = &keys.device {
-        return gpu::attend_gathered(device.clone(), plan, (q, &keys.chunks), shape, scale);
+        return gpu::attend_gathered(device.clone(), plan, (q, &keys.chunks), (shape, scale), trace);
     }
-    let op = AttendGathered { plan: plan.clone(), shape, scale, lse: Arc::default() };
+    let op = AttendGathered { plan: plan.clone(), shape, scale, trace, lse: Arc::default() };
     Ok(q.apply_op2(&keys.chunks, op)?)
 }
 
@@ -205,6 +211,8 @@ struct GatherPass<'a, T: Element> {
 }
 
 impl<T: Element> Pass for GatherPass<'_, T> {
+    const NAME: &'static str = "gather keys";
+
     fn pack(&self, ranges: &[Range<usize>]) -> Result<Tensor> {
         ring::pack(self.keys, self.values, ranges)
     }
@@ -231,6 +239,7 @@ struct AttendGathered {
     plan: Arc<AttentionPlan>,
     shape: kernels::Shape,
     scale: f64,
+    trace: Trace,
     /// `[B, Hkv, S, G]` in the accumulation type, from forward.
     lse: Arc<Mutex<Option<Tensor>>>,
 }
@@ -253,7 +262,8 @@ impl AttendGathered {
         let scale = <T::Acc as Real>::from_f64(self.scale);
         let (q, bounds) = (q.heads(), self.plan.bounds());
         let mut state = Forward::new(self.shape);
-        for (edge, key, value) in self.chunks(numbers) {
+        for (hop, (edge, key, value)) in self.chunks(numbers).enumerate() {
+            let _work = ring::work(&self.trace, "attention forward", None, hop);
             kernels::forward_chunk(&mut state, (&q, &key, &value), &edge.tiles, bounds, scale);
         }
         let (out, lse) = state.finish::<T>(Order::TokensFirst);
@@ -276,7 +286,8 @@ impl AttendGathered {
         let (bounds, scale) = (self.plan.bounds(), <T::Acc as Real>::from_f64(self.scale));
         let mut d_query = Gradients::new(self.shape);
         let mut d_chunks = Vec::with_capacity(numbers.len());
-        for (edge, key, value) in self.chunks(numbers) {
+        for (hop, (edge, key, value)) in self.chunks(numbers).enumerate() {
+            let _work = ring::work(&self.trace, "attention backward", None, hop);
             let saved = kernels::Saved { query: &query, d_out: &d_out, lse: &lse, delta: &delta, bounds, scale };
             let (d_key, d_value) =
                 kernels::backward_chunk(&mut d_query, saved, (&key, &value), edge.key_count(), &edge.tiles);

@@ -4,7 +4,7 @@
 //! behind. The exchange of a step is posted before the chunk of the step before is computed, so that both go on at
 //! once; a rank holds at most the chunk it works on and the one in flight.
 
-use crate::comm::{Communicator, Expected, Pending, Received, Tag, Traffic};
+use crate::comm::{Communicator, Expected, OpenSpan, Pending, Received, Row, Tag, Trace, Traffic};
 use crate::element::{Element, Operand};
 use crate::error::Result;
 use crate::plan::{AttentionPlan, Edge, Hop};
@@ -33,6 +33,8 @@ impl Wire {
 
 /// What a pass does with the chunks.
 pub(crate) trait Pass {
+    /// What it is called in a trace.
+    const NAME: &'static str;
     /// This rank's keys and values in `ranges`, `[2, B, Hkv, keys, D]`.
     fn pack(&self, ranges: &[Range<usize>]) -> Result<Tensor>;
     /// Works on this rank's own keys.
@@ -44,24 +46,31 @@ pub(crate) trait Pass {
 }
 
 /// Takes `pass` around the ring. `backward` says that gradients come back.
-pub(crate) fn run(
+pub(crate) fn run<P: Pass>(
     comm: &dyn Communicator,
     plan: &AttentionPlan,
     wire: Wire,
     backward: bool,
-    pass: &mut impl Pass,
+    pass: &mut P,
 ) -> Result<()> {
-    let call = comm.next_call();
+    let (call, trace) = (comm.next_call(), comm.trace());
+    let work = |hop| work(&trace, P::NAME, Some(call), hop);
     let ring = Ring { comm, wire, call };
     let mut hops = plan.hops().iter();
     let mut ahead = hops.next().map(|hop| Ok::<_, crate::Error>((hop, ring.post(hop, pass)?))).transpose()?;
-    pass.own(plan.own())?;
+    {
+        let _work = work(0);
+        pass.own(plan.own())?;
+    }
     let mut returning: Option<(&Hop, Box<dyn Pending>)> = None;
     while let Some((hop, posted)) = ahead.take() {
         let chunk = posted.wait()?;
         ahead = hops.next().map(|hop| Ok::<_, crate::Error>((hop, ring.post(hop, pass)?))).transpose()?;
         let gradient = match (&hop.receive, chunk) {
-            (Some((_, edge)), Some(chunk)) => pass.chunk(edge, &chunk.tensor)?,
+            (Some((_, edge)), Some(chunk)) => {
+                let _work = work(hop.distance);
+                pass.chunk(edge, &chunk.tensor)?
+            }
             _ => None,
         };
         if backward {
@@ -70,6 +79,13 @@ pub(crate) fn run(
         }
     }
     finish_return(returning, pass)
+}
+
+/// A span of work on one chunk: the own one is that of hop 0. Without a call, nothing travels.
+pub(crate) fn work(trace: &Trace, name: &'static str, call: Option<u64>, hop: usize) -> OpenSpan {
+    let span = trace.span(Row::Compute, name);
+    let span = call.into_iter().fold(span, |span, call| span.with("call", call));
+    span.with("step", hop as u64)
 }
 
 /// The way back alone: `gradients` are those of the chunks that arrived in an earlier [`run`], in the order of the hops;

@@ -147,6 +147,17 @@ fn counters_count_by_kind() {
 }
 
 #[test]
+fn kinds_are_listed_in_their_order_with_names_of_their_own() {
+    assert!(Traffic::ALL.is_sorted());
+    for (place, kind) in Traffic::ALL.into_iter().enumerate() {
+        assert_eq!(kind.index(), place);
+        // `KeyValue` is `key_value`.
+        let words = kind.name().split('_').map(|word| word[..1].to_uppercase() + &word[1..]);
+        assert_eq!(words.collect::<String>(), format!("{kind:?}"));
+    }
+}
+
+#[test]
 fn one_rank_alone_has_nobody_to_exchange_with() {
     let local: Arc<dyn Communicator> = Arc::new(Local::new());
     let x = tensor(&[1.0, 2.0]);

@@ -108,6 +108,8 @@ pub struct Config {
     pub keep: usize,
     /// `out.tensorboard`: event files are written.
     pub tensorboard: bool,
+    /// `out.trace`: the step whose timeline is written.
+    pub trace: Option<usize>,
     /// Where model and data are on this machine; [`Config::resolve`] fills it in. Not a setting.
     pub sources: Sources,
     /// Who started this process; [`layered_settings`](crate::layered_settings) fills it in. Not a setting.
@@ -204,6 +206,7 @@ impl Default for Config {
             save_every: None,
             keep: 2,
             tensorboard: false,
+            trace: None,
             sources: Sources::default(),
             launch: Launch::alone(),
             held_out_rounds: 2,

@@ -100,7 +100,7 @@ impl Job {
             (Data::Lines(samples), None) => samples.plan.steps(),
             (Data::Digits(_), None) => Config::DIGIT_STEPS,
         };
-        config.check_warmup(steps)?;
+        config.check_steps(steps)?;
         Ok(Self {
             model,
             family: config.family,

@@ -44,12 +44,13 @@ pub mod small_model;
 mod summary;
 mod sums;
 mod tensorboard;
+mod timeline;
 mod train;
 mod trainer;
 mod transport;
 
 pub use closing::Closing;
-pub use comm_use::{CommMeter, CommUse};
+pub use comm_use::{CommMeter, CommUse, OperationUse, Operations};
 pub use config::{Config, LoraSettings, Setting, Sources};
 pub use device::ComputeDevice;
 pub use encoder::Encoder;
@@ -69,7 +70,7 @@ pub use ranks::Ranks;
 pub use report::{History, StepReport, ValidationReport};
 pub use run::{
     ADAPTER_FOLDER, CHECKPOINT_FOLDER, Control, LOSS_CURVE_FILE, METRICS_FILE, SETTINGS_FILE, TENSORBOARD_FOLDER,
-    layered_settings, resume, resume_on, resumed_settings, run, run_controlled, run_on,
+    layered_settings, resume, resume_on, resumed_settings, run, run_controlled, run_on, timeline_file,
 };
 pub use sample::{Part, Position, Sample, Source, Token};
 pub use schedule::{Schedule, ScheduleKind};

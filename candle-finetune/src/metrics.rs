@@ -106,6 +106,7 @@ mod tests {
     const STEP: &str = concat!(
         r#"{"step":1,"epoch":0.25,"loss":2.5,"grad_norm":0.5,"lr":0.001,"tokens":100,"label_tokens":10,"#,
         r#""tokens_per_s":50.0,"bytes_sent":4096,"waited_s":0.5,"waited_max_s":0.75,"#,
+        r#""operations":{"key_value":{"bytes_sent":4096,"waited_s":0.5,"waited_max_s":0.75}},"#,
         r#""memory_bytes":1073741824,"peak_memory_bytes":3221225472,"seconds":2.0}"#
     );
 
@@ -157,6 +158,20 @@ mod tests {
         }
         assert_eq!(lines(&path), unbroken, "as if it had not been broken");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left");
+    }
+
+    #[test]
+    fn a_file_from_before_there_were_kinds_of_traffic_goes_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let (before, after) = (STEP.find("\"operations\"").unwrap(), STEP.find("\"memory_bytes\"").unwrap());
+        let old = format!("{}{}\n", &STEP[..before], &STEP[after..]);
+        fs::write(&path, &old).unwrap();
+        let (_, history) = MetricsFile::resume(&path, 1).unwrap();
+        let report = step_report(1, 2.5);
+        let comm = crate::CommUse { operations: Default::default(), ..report.comm };
+        assert_eq!(history.steps, [StepReport { comm, ..report }]);
+        assert_eq!(fs::read_to_string(&path).unwrap(), old);
     }
 
     #[test]

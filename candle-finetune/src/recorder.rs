@@ -1,17 +1,18 @@
 //! What a run writes while it goes on: metrics, checkpoints, the screen.
 
+use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use crate::config::Config;
-use crate::error::Result;
+use crate::error::{Result, io};
 use crate::job::Job;
 use crate::metrics::MetricsFile;
 use crate::plot;
 use crate::progress::Progress;
 use crate::report::{History, StepReport, ValidationReport};
-use crate::run::{Control, LOSS_CURVE_FILE, TENSORBOARD_FOLDER};
+use crate::run::{Control, LOSS_CURVE_FILE, TENSORBOARD_FOLDER, timeline_file};
 use crate::sample::Position;
 use crate::saves::{OPTIMIZER_FILE, Saves, State};
 use crate::tensorboard::EventFile;
@@ -103,6 +104,13 @@ impl Watcher for Recorder<'_> {
         files.events.as_mut().map_or(Ok(()), |events| events.validation(SystemTime::now(), &report))?;
         files.history.validations.push(report);
         self.progress.validation(&report);
+        Ok(())
+    }
+
+    fn timeline(&self, step: usize, json: &str) -> Result<()> {
+        let path = self.config.out.join(timeline_file(step));
+        fs::write(&path, json).map_err(io("write", &path))?;
+        self.say(&format!("timeline of step {step} written to {}", path.display()));
         Ok(())
     }
 

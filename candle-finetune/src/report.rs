@@ -77,8 +77,12 @@ impl History {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::comm_use::OperationUse;
+    use candle_cp::comm::Traffic;
 
     pub fn step_report(step: usize, loss: f64) -> StepReport {
+        let ring = OperationUse { bytes_sent: 4096, waited_s: 0.5, waited_max_s: 0.75 };
+        let operations = [(Traffic::KeyValue, ring)].into_iter().collect();
         StepReport {
             step,
             epoch: Some(0.25),
@@ -88,7 +92,7 @@ pub(crate) mod tests {
             tokens: 100,
             label_tokens: 10,
             tokens_per_s: 50.0,
-            comm: CommUse { bytes_sent: 4096, waited_s: 0.5, waited_max_s: 0.75 },
+            comm: CommUse { bytes_sent: 4096, waited_s: 0.5, waited_max_s: 0.75, operations },
             memory: Memory { memory_bytes: Some(1 << 30), peak_memory_bytes: Some(3 << 30) },
             seconds: 2.0,
         }

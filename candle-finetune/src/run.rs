@@ -35,6 +35,11 @@ pub const TENSORBOARD_FOLDER: &str = "tensorboard";
 /// Name of the file with all settings of the run, inside of `--out`.
 pub const SETTINGS_FILE: &str = "settings.toml";
 
+/// Name of the file with the timeline of a step, inside of `--out`.
+pub fn timeline_file(step: usize) -> String {
+    format!("trace-step-{step}.json")
+}
+
 /// How a program that starts a run stays in touch with it.
 #[derive(Clone, Copy)]
 pub struct Control<'a> {
@@ -201,6 +206,10 @@ fn go_on<'a>(
     let recorder = Recorder::start(config, job, saves, past, control)?;
     skipped.iter().for_each(|damaged| recorder.say(&damaged.to_string()));
     changes.iter().for_each(|change| recorder.say(change));
+    let passed = config.trace.filter(|&step| step <= save.state.step && !config.out.join(timeline_file(step)).exists());
+    if let Some(step) = passed {
+        recorder.say(&format!("step {step} is done already: there will be no timeline of it"));
+    }
     recorder.say(&format!("goes on after step {} from {}", save.state.step, save.folder.display()));
     Ok(recorder)
 }

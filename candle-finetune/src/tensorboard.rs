@@ -45,7 +45,8 @@ impl EventFile {
         &self.path
     }
 
-    /// Appends a step: `train/*`, `memory/*` (GiB) and, where ranks talk, `ranks/*`.
+    /// Appends a step: `train/*`, `memory/*` (GiB) and, where ranks talk, `ranks/*`, also by kind of traffic, as
+    /// `ranks/key_value/sent_gib`.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -65,7 +66,14 @@ impl EventFile {
             ("ranks/waited_s", Some(report.comm.waited_s)),
             ("ranks/waited_max_s", Some(report.comm.waited_max_s)),
         ];
-        let known: Vec<(&str, f64)> = scalars.into_iter().filter_map(|(tag, value)| Some((tag, value?))).collect();
+        let mut known: Vec<(&str, f64)> = scalars.into_iter().filter_map(|(tag, value)| Some((tag, value?))).collect();
+        let by_kind = report.comm.operations.iter().flat_map(|(kind, used)| {
+            let scalars =
+                [("sent_gib", gib(used.bytes_sent)), ("waited_s", used.waited_s), ("waited_max_s", used.waited_max_s)];
+            scalars.map(|(what, value)| (format!("ranks/{}/{what}", kind.name()), value))
+        });
+        let by_kind: Vec<(String, f64)> = by_kind.collect();
+        known.extend(by_kind.iter().map(|(tag, value)| (tag.as_str(), *value)));
         self.scalars(time, report.step, &known)
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use candle_cp::Communicator;
-use candle_cp::comm::Mesh;
+use candle_cp::comm::{Mesh, Row};
 use candle_cp_layers::Weights;
 
 use crate::agreement::agree_on_weights;
@@ -17,6 +17,7 @@ use crate::ranks::Ranks;
 use crate::report::{StepReport, ValidationReport};
 use crate::sample::Position;
 use crate::saves::Save;
+use crate::timeline::Timeline;
 use crate::trainer::Trainer;
 
 /// Called on every rank after every step, with the rank; an error ends the run on all ranks.
@@ -40,6 +41,14 @@ pub trait Watcher: Sync {
     /// # Errors
     /// Its own.
     fn validation(&self, _report: &ValidationReport) -> Result<()> {
+        Ok(())
+    }
+
+    /// After the step that [`Config::trace`] names: its timeline, as a JSON text; rank 0 only.
+    ///
+    /// # Errors
+    /// Its own.
+    fn timeline(&self, _step: usize, _json: &str) -> Result<()> {
         Ok(())
     }
 
@@ -156,10 +165,18 @@ fn steps(
     let mut scores = None;
     while trainer.optimizer().steps() < job.steps() {
         let number = trainer.optimizer().steps() + 1;
+        let timeline = Timeline::start(config.trace, number, trainer.comm().as_ref());
+        let data = trainer.comm().trace().span(Row::Step, "data");
         let step_batches = next_step(batches, config.accumulate, trainer.mesh())?;
+        drop(data);
         let epoch = epochs(batches);
-        let report =
-            StepReport { epoch: Some(epoch), ..trainer.step(&step_batches).map_err(|error| error.at_step(number))? };
+        let done = trainer.step(&step_batches).map_err(|error| error.at_step(number))?;
+        let report = StepReport { epoch: Some(epoch), ..done };
+        if let Some(json) = timeline.map(|timeline| timeline.finish(trainer.comm().as_ref())).transpose()?
+            && rank == 0
+        {
+            watcher.timeline(report.step, &json)?;
+        }
         watcher.step(rank, &report)?;
         reports.push(report);
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
-use candle_cp::comm::{Mesh, Traffic};
+use candle_cp::comm::{Mesh, Row, Traffic};
 use candle_cp::{Communicator, CpContext, ShardedLabels};
 use candle_cp_layers::{LoraReport, Recompute, Weights};
 
@@ -150,6 +150,7 @@ impl<'a> Trainer<'a> {
             };
             loss = (loss + self.add_gradients(model, batch, &context, &labels, (&recompute, &sums))?)?;
         }
+        let _span = self.comm().trace().span(Row::Step, "sums over ranks");
         let shares = sums.finish()?;
         let loss = self.mesh.world().all_reduce_sum(&loss)?.to_scalar::<f64>()?;
         Ok(StepSums { loss, shares, totals })
@@ -173,8 +174,13 @@ impl<'a> Trainer<'a> {
         labels: &ShardedLabels,
         (recompute, sums): (&Recompute, &Sums),
     ) -> Result<Tensor> {
+        let trace = self.comm().trace();
+        let forward = trace.span(Row::Step, "forward");
         let hidden_bsh = model.hidden(batch, context, recompute, self.config.dtype, self.job.device())?;
+        let work = trace.span(Row::Compute, "loss");
         let loss = model.loss(&hidden_bsh, labels)?;
+        drop((work, forward));
+        let _span = trace.span(Row::Step, "backward");
         sums.add(&recompute.backward(&loss)?, self.weights.variables())?;
         Ok(loss.detach().to_dtype(DType::F64)?)
     }
@@ -193,6 +199,7 @@ impl<'a> Trainer<'a> {
         if !loss.is_finite() {
             return Err(Error::NotFinite { step, what: "the loss".to_string(), value: loss });
         }
+        let optimizer = comm.trace().span(Row::Step, "optimizer");
         let grad_norm = shares.norm()?;
         if !grad_norm.is_finite() {
             let (what, value) = match shares.not_finite()? {
@@ -206,6 +213,7 @@ impl<'a> Trainer<'a> {
             Optimizer::Whole(optimizer) => optimizer.step(&shares.whole(self.weights.variables())?, lr)?,
             Optimizer::Spread(spread) => spread.step(&shares.own()?, lr)?,
         }
+        drop(optimizer);
         let Totals { tokens, label_tokens } = totals;
         let tokens_per_s = tokens as f64 / began.elapsed().as_secs_f64();
         let seconds = self.started.elapsed().as_secs_f64();

@@ -66,6 +66,7 @@ dir = "runs/é"
 save_every = 5
 keep = 1
 tensorboard = true
+trace = 3
 "#;
 
 const PIECES: [&str; 30] = [

@@ -5,13 +5,16 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use candle_finetune::{CommUse, EventFile, Memory, StepReport, ValidationReport};
+use candle_cp::comm::Traffic;
+use candle_finetune::{CommUse, EventFile, Memory, OperationUse, StepReport, ValidationReport};
 
 fn at(seconds: f64) -> SystemTime {
     UNIX_EPOCH + Duration::from_secs_f64(seconds)
 }
 
 fn step_report(step: usize) -> StepReport {
+    let returned = OperationUse { bytes_sent: 1 << 29, waited_s: 0.125, waited_max_s: 0.375 };
+    let operations = [(Traffic::KeyValueGradient, returned)].into_iter().collect();
     StepReport {
         step,
         epoch: Some(0.5 * step as f64),
@@ -21,7 +24,7 @@ fn step_report(step: usize) -> StepReport {
         tokens: 100,
         label_tokens: 10,
         tokens_per_s: 50.0,
-        comm: CommUse { bytes_sent: 3 << 29, waited_s: 0.25, waited_max_s: 0.5 },
+        comm: CommUse { bytes_sent: 3 << 29, waited_s: 0.25, waited_max_s: 0.5, operations },
         memory: Memory { memory_bytes: Some(1 << 30), peak_memory_bytes: Some(5 << 28) },
         seconds: 2.0,
     }
@@ -69,6 +72,9 @@ fn a_step_and_a_validation_are_scalars_by_tag() {
         ("ranks/sent_gib", 1.5),
         ("ranks/waited_s", 0.25),
         ("ranks/waited_max_s", 0.5),
+        ("ranks/key_value_gradient/sent_gib", 0.5),
+        ("ranks/key_value_gradient/waited_s", 0.125),
+        ("ranks/key_value_gradient/waited_max_s", 0.375),
     ]
     .map(|(tag, value)| (tag.to_string(), value))
     .to_vec();

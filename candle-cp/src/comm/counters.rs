@@ -1,6 +1,6 @@
 //! What a rank has sent, received and waited for.
 
-use super::Traffic;
+use super::{Clock, Trace, Traffic};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -48,11 +48,29 @@ impl CommStats {
     }
 }
 
-/// Counters shared with the guards of received tensors.
-#[derive(Debug, Default)]
-pub(crate) struct Counters(Mutex<CommStats>);
+/// Counters shared with the guards of received tensors, and the trace beside them: one of each for all groups of a rank.
+#[derive(Debug)]
+pub(crate) struct Counters {
+    stats: Mutex<CommStats>,
+    trace: Trace,
+}
+
+impl Default for Counters {
+    fn default() -> Self {
+        Self::with_clock(Clock::start())
+    }
+}
 
 impl Counters {
+    /// With the clock of other ranks of this process.
+    pub fn with_clock(clock: Clock) -> Self {
+        Self { stats: Mutex::default(), trace: Trace::new(clock) }
+    }
+
+    pub fn trace(&self) -> &Trace {
+        &self.trace
+    }
+
     pub fn snapshot(&self) -> CommStats {
         self.lock().clone()
     }
@@ -85,7 +103,7 @@ impl Counters {
 
     // Plain numbers: a panic elsewhere cannot leave them half-written in a way that matters.
     fn lock(&self) -> std::sync::MutexGuard<'_, CommStats> {
-        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.stats.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Groups of ranks over one transport that reaches all of them.
 
-use super::{CommStats, Communicator, Counters, Expected, Pending, Tag};
+use super::{CommStats, Communicator, Counters, Expected, Pending, Tag, Trace};
 use crate::error::{Error, Result};
 use candle_core::{Device, Tensor};
 use std::fmt::Debug;
@@ -15,7 +15,8 @@ pub(super) trait Transport: Send + Sync + Debug {
     /// This rank and the number of ranks.
     fn place(&self) -> (usize, usize);
 
-    /// As [`Communicator::exchange`]; ranks have been checked.
+    /// As [`Communicator::exchange`]; ranks have been checked. Records, in the trace of the counters, a `transfer` of what is
+    /// sent and in [`Pending::wait`] a `wait`.
     fn post(
         &self,
         channel: Channel,
@@ -104,6 +105,10 @@ impl<T: Transport + 'static> Communicator for Group<T> {
 
     fn stats(&self) -> CommStats {
         self.transport.counters().snapshot()
+    }
+
+    fn trace(&self) -> Trace {
+        self.transport.counters().trace().clone()
     }
 
     fn abort(&self, reason: &str) {

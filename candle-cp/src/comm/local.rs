@@ -1,21 +1,28 @@
 //! A group of one rank.
 
-use super::{CommStats, Communicator, Expected, Pending, Tag};
+use super::{Clock, CommStats, Communicator, Expected, Pending, Tag, Trace};
 use crate::error::{Error, Result};
 use candle_core::Tensor;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// One rank alone: collectives return their input, there is nobody to exchange with.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Local {
     calls: AtomicU64,
+    trace: Trace,
 }
 
 impl Local {
     /// A group of one.
     pub fn new() -> Self {
-        Self::default()
+        Self { calls: AtomicU64::new(0), trace: Trace::new(Clock::start()) }
+    }
+}
+
+impl Default for Local {
+    fn default() -> Self {
+        Self::new()
     }
 }
 
@@ -34,7 +41,7 @@ impl Communicator for Local {
     }
 
     fn split(&self, _color: usize) -> Result<Arc<dyn Communicator>> {
-        Ok(Arc::new(Self::new()))
+        Ok(Arc::new(Self { calls: AtomicU64::new(0), trace: self.trace.clone() }))
     }
 
     fn next_call(&self) -> u64 {
@@ -49,5 +56,9 @@ impl Communicator for Local {
 
     fn stats(&self) -> CommStats {
         CommStats::default()
+    }
+
+    fn trace(&self) -> Trace {
+        self.trace.clone()
     }
 }

@@ -1,7 +1,7 @@
 //! Mailboxes between rank threads.
 
 use super::group::Channel;
-use super::{Expected, Tag};
+use super::{Expected, OpenSpan, Tag};
 use crate::error::{Error, Result};
 use candle_core::Tensor;
 use std::collections::{BTreeMap, VecDeque};
@@ -16,6 +16,8 @@ struct Message {
     tag: Tag,
     tensor: Tensor,
     taken: Taken,
+    /// On its way, until it is taken.
+    transfer: OpenSpan,
 }
 
 #[derive(Default)]
@@ -74,12 +76,12 @@ impl World {
     }
 
     /// Puts a message on its way: from, to, channel.
-    pub fn send(&self, way: (usize, usize, Channel), tag: Tag, tensor: Tensor) -> Result<Taken> {
+    pub fn send(&self, way: (usize, usize, Channel), tag: Tag, tensor: Tensor, transfer: OpenSpan) -> Result<Taken> {
         let (from, to, _) = way;
         let taken = Taken::default();
         let mut state = self.lock();
         check_failure(&state, &Wait { rank: from, peer: to, tag, expected: None })?;
-        state.queues.entry(way).or_default().push_back(Message { tag, tensor, taken: taken.clone() });
+        state.queues.entry(way).or_default().push_back(Message { tag, tensor, taken: taken.clone(), transfer });
         drop(state);
         self.changed[to].notify_all();
         Ok(taken)
@@ -87,15 +89,17 @@ impl World {
 
     /// The next message from `wait.peer` on a channel, checked against the tag and what was expected.
     pub fn receive(&self, wait: &Wait, channel: Channel) -> Result<Tensor> {
-        let message = self.wait_for(wait, |state| {
-            let message = state.queues.get_mut(&(wait.peer, wait.rank, channel))?.pop_front()?;
+        let (tag, tensor) = self.wait_for(wait, |state| {
+            let Message { tag, tensor, taken, transfer } =
+                state.queues.get_mut(&(wait.peer, wait.rank, channel))?.pop_front()?;
+            drop(transfer);
             // Under the lock: between a sender's look at the flag and its sleep, the wake-up would be lost.
-            message.taken.store(true, Ordering::Release);
-            Some(message)
+            taken.store(true, Ordering::Release);
+            Some((tag, tensor))
         })?;
         self.changed[wait.peer].notify_all();
-        check_message(wait, &message)?;
-        Ok(message.tensor)
+        check_message(wait, tag, &tensor)?;
+        Ok(tensor)
     }
 
     /// Waits until the receiver has taken a message.
@@ -143,10 +147,10 @@ fn check_failure(state: &State, wait: &Wait) -> Result<()> {
     }
 }
 
-fn check_message(wait: &Wait, message: &Message) -> Result<()> {
+fn check_message(wait: &Wait, sent: Tag, tensor: &Tensor) -> Result<()> {
     let expected = wait.expected.expect("a receive knows what it expects");
-    let shape_fits = expected.shape.as_deref().is_none_or(|shape| shape == message.tensor.dims());
-    if message.tag == wait.tag && shape_fits && expected.dtype == message.tensor.dtype() {
+    let shape_fits = expected.shape.as_deref().is_none_or(|shape| shape == tensor.dims());
+    if sent == wait.tag && shape_fits && expected.dtype == tensor.dtype() {
         return Ok(());
     }
     let describe = |tag: Tag, dtype, shape: &dyn std::fmt::Debug| format!("{tag} with {dtype:?} {shape:?}");
@@ -157,6 +161,6 @@ fn check_message(wait: &Wait, message: &Message) -> Result<()> {
         operation: wait.tag.to_string(),
         peer: wait.peer,
         expected: describe(wait.tag, expected.dtype, shape),
-        sent: describe(message.tag, message.tensor.dtype(), &message.tensor.dims()),
+        sent: describe(sent, tensor.dtype(), &tensor.dims()),
     })
 }

@@ -17,12 +17,15 @@ pub mod mpi;
 pub mod nccl;
 pub mod rendezvous;
 pub mod threads;
+mod trace;
 
 pub use collectives::{Gathering, Reducing, share};
 pub(crate) use counters::{Alive, Counters};
 pub use counters::{CommStats, Counter};
 pub use local::Local;
 pub use mesh::Mesh;
+pub(crate) use trace::Clock;
+pub use trace::{OpenSpan, Row, Span, Trace};
 
 use crate::error::Result;
 use candle_core::{DType, Tensor};
@@ -55,6 +58,45 @@ pub enum Traffic {
     Broadcast,
     /// No payload.
     Barrier,
+}
+
+impl Traffic {
+    /// All kinds. A kind travels between processes as its place here, so that those of one run have to be of one build.
+    pub const ALL: [Self; 11] = [
+        Self::KeyValue,
+        Self::KeyValueGradient,
+        Self::State,
+        Self::StateGradient,
+        Self::Halo,
+        Self::HaloGradient,
+        Self::AllReduce,
+        Self::ReduceScatter,
+        Self::Gather,
+        Self::Broadcast,
+        Self::Barrier,
+    ];
+
+    /// A name for files, such as `key_value_gradient`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::KeyValue => "key_value",
+            Self::KeyValueGradient => "key_value_gradient",
+            Self::State => "state",
+            Self::StateGradient => "state_gradient",
+            Self::Halo => "halo",
+            Self::HaloGradient => "halo_gradient",
+            Self::AllReduce => "all_reduce",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::Gather => "gather",
+            Self::Broadcast => "broadcast",
+            Self::Barrier => "barrier",
+        }
+    }
+
+    /// Its place in [`Traffic::ALL`].
+    pub fn index(self) -> usize {
+        self as usize
+    }
 }
 
 /// Identifies one exchange, so that ranks which are out of step notice instead of mixing data.
@@ -125,6 +167,11 @@ pub trait Communicator: Send + Sync + Debug + AsCommunicator {
 
     /// Counters since the start.
     fn stats(&self) -> CommStats;
+
+    /// Where this rank records what it does, shared by all of its groups; off at first. By default nothing is recorded.
+    fn trace(&self) -> Trace {
+        Trace::default()
+    }
 
     /// Ends the group for a failure of this rank: `reason` is told to the peers as far as the backend can, and their waits
     /// end. A rank thread that returns an error does so anyway. By default nothing happens: there is nobody to tell.

@@ -2,7 +2,7 @@
 
 use super::group::{Channel, Group, Transport};
 use super::mailbox::{Taken, Wait, World};
-use super::{Alive, Communicator, Counters, Expected, Pending, Received, Tag};
+use super::{Alive, Clock, Communicator, Counters, Expected, Pending, Received, Tag};
 use crate::error::{Error, Result};
 use candle_core::Tensor;
 use std::any::Any;
@@ -55,14 +55,14 @@ where
     if size == 0 {
         return Err(Error::argument("size", 0, "a group has at least one rank", "use 1 for no sharding"));
     }
-    let world = Arc::new(World::new(size, options.deadline));
+    let (world, clock) = (Arc::new(World::new(size, options.deadline)), Clock::start());
     let results: Vec<std::result::Result<T, BoxError>> = std::thread::scope(|scope| {
         let start = |rank: usize| {
             let (world, f) = (world.clone(), &f);
             std::thread::Builder::new()
                 .name(format!("rank {rank}"))
                 .stack_size(options.stack_bytes)
-                .spawn_scoped(scope, move || run_rank(rank, size, world, f))
+                .spawn_scoped(scope, move || run_rank((rank, size), world, clock, f))
         };
         let threads: Vec<_> = (0..size).map(start).collect();
         let joined = threads.into_iter().enumerate().map(|(rank, thread)| match thread {
@@ -92,12 +92,18 @@ where
     }
 }
 
-fn run_rank<T, E, F>(rank: usize, size: usize, world: Arc<World>, f: &F) -> std::result::Result<T, BoxError>
+fn run_rank<T, E, F>(
+    (rank, size): (usize, usize),
+    world: Arc<World>,
+    clock: Clock,
+    f: &F,
+) -> std::result::Result<T, BoxError>
 where
     E: Into<BoxError>,
     F: Fn(Arc<dyn Communicator>) -> std::result::Result<T, E>,
 {
-    let transport = Arc::new(ThreadRank { rank, size, world: world.clone(), counters: Arc::default() });
+    let counters = Arc::new(Counters::with_clock(clock));
+    let transport = Arc::new(ThreadRank { rank, size, world: world.clone(), counters });
     let comm = Arc::new(Group::world(transport));
     let result = catch_unwind(AssertUnwindSafe(|| f(comm).map_err(Into::into)))
         .unwrap_or_else(|panic| Err(format!("panicked: {}", panic_text(panic.as_ref())).into()));
@@ -143,7 +149,8 @@ impl Transport for ThreadRank {
         if let Some((to, tensor)) = send {
             let guard = Alive::new(&self.counters, tag.traffic, &tensor);
             self.counters.sent(tag.traffic, guard.bytes());
-            sent = Some((to, self.world.send((self.rank, to, channel), tag, tensor)?, guard));
+            let transfer = self.counters.trace().transfer(tag, to, guard.bytes());
+            sent = Some((to, self.world.send((self.rank, to, channel), tag, tensor, transfer)?, guard));
         }
         let (world, counters) = (self.world.clone(), self.counters.clone());
         Ok(Box::new(ThreadPending { rank: self.rank, world, counters, channel, tag, sent, receive }))
@@ -174,6 +181,8 @@ struct ThreadPending {
 
 impl Pending for ThreadPending {
     fn wait(self: Box<Self>) -> Result<Option<Received>> {
+        let (from, to) = (self.receive.as_ref().map(|e| e.from), self.sent.as_ref().map(|(to, ..)| *to));
+        let _span = self.counters.trace().wait(self.tag, from, to);
         let start = Instant::now();
         let received = self.take();
         self.counters.waited(self.tag.traffic, start.elapsed());

@@ -4,7 +4,7 @@ use super::GpuDevice;
 use super::ring::{add_rows, narrowed, pack};
 use super::session::{BackwardState, ForwardState, Forwarded, Operand, Session};
 use super::work::edges;
-use crate::comm::Communicator;
+use crate::comm::{Communicator, Trace};
 use crate::error::Result;
 use crate::plan::{AttentionPlan, Edge};
 use crate::ring::{self, Pass, Wire};
@@ -67,6 +67,8 @@ struct GatherPass {
 }
 
 impl Pass for GatherPass {
+    const NAME: &'static str = "gather keys";
+
     fn pack(&self, ranges: &[Range<usize>]) -> Result<Tensor> {
         pack(&self.key, &self.value, ranges)
     }
@@ -91,11 +93,11 @@ pub(crate) fn attend_gathered(
     device: Arc<dyn GpuDevice>,
     plan: &Arc<AttentionPlan>,
     (q, chunks): (&Tensor, &Tensor),
-    shape: Shape,
-    scale: f64,
+    (shape, scale): (Shape, f64),
+    trace: Trace,
 ) -> Result<Tensor> {
     let session = Session::new(device, plan, (shape, Order::TokensFirst), q.dtype(), scale)?;
-    let call = Call { session, plan: plan.clone() };
+    let call = Call { session, plan: plan.clone(), trace };
     let forwarded = call.forward(q, chunks)?;
     let out = forwarded.out.clone();
     Ok(with_backward("attend_gathered", [q, chunks], out, move |[q, chunks], d_out| {
@@ -106,6 +108,7 @@ pub(crate) fn attend_gathered(
 struct Call {
     session: Session,
     plan: Arc<AttentionPlan>,
+    trace: Trace,
 }
 
 impl Call {
@@ -120,6 +123,7 @@ impl Call {
     fn forward(&self, q: &Tensor, numbers: &Tensor) -> Result<Forwarded> {
         let mut state = ForwardState::new(&self.session, q)?;
         for (i, [key, value]) in self.chunks(numbers)?.iter().enumerate() {
+            let _work = ring::work(&self.trace, "attention forward", None, i);
             state.visit(i, key, value)?;
         }
         state.finish()
@@ -129,6 +133,7 @@ impl Call {
         let mut state = BackwardState::new(&self.session, q, forwarded, d_out)?;
         let mut d_chunks = Vec::new();
         for (i, ([key, value], edge)) in self.chunks(numbers)?.iter().zip(edges(&self.plan)).enumerate() {
+            let _work = ring::work(&self.trace, "attention backward", None, i);
             let gradient = state.visit(i, (key, value), edge.key_count())?;
             d_chunks.push(gradient.flatten_all()?.to_dtype(self.session.dtype)?);
         }

@@ -126,6 +126,8 @@ struct ForwardPass<'a> {
 }
 
 impl Pass for ForwardPass<'_> {
+    const NAME: &'static str = "attention forward";
+
     fn pack(&self, ranges: &[Range<usize>]) -> Result<Tensor> {
         self.own.pack(ranges)
     }
@@ -156,6 +158,8 @@ struct BackwardPass<'a> {
 }
 
 impl Pass for BackwardPass<'_> {
+    const NAME: &'static str = "attention backward";
+
     fn pack(&self, ranges: &[Range<usize>]) -> Result<Tensor> {
         self.own.pack(ranges)
     }

@@ -24,7 +24,7 @@ const FIXED: [&str; 16] = [
 ];
 
 /// What has no part in the numbers that training gives, or only in their rounding.
-const FREE: [&str; 13] = [
+const FREE: [&str; 14] = [
     "model.recompute",
     "lora.merge",
     "train.validate_every",
@@ -38,17 +38,20 @@ const FREE: [&str; 13] = [
     "out.save_every",
     "out.keep",
     "out.tensorboard",
+    TRACE,
 ];
 
 /// What concerns one machine only: where things are on it.
 const PLACES: [&str; 3] = ["model.path", "data.train", "data.validation"];
-/// What only rank 0 uses.
+/// What only rank 0 uses, but for one: all ranks record.
 const OUT: &str = "out.";
+const TRACE: &str = "out.trace";
 
 impl Config {
     /// The settings in which processes that train together have to agree, as lines `key = value`.
     pub(crate) fn of_all_ranks(&self) -> Vec<String> {
-        let shared = Self::SETTINGS.iter().filter(|s| !PLACES.contains(&s.key) && !s.key.starts_with(OUT));
+        let is_shared = |key: &str| !PLACES.contains(&key) && (key == TRACE || !key.starts_with(OUT));
+        let shared = Self::SETTINGS.iter().filter(|setting| is_shared(setting.key));
         let text = |setting: &Setting| (setting.get)(self).map_or("unset".to_string(), |value| value.to_string());
         shared.map(|setting| format!("{} = {}", setting.key, text(setting))).collect()
     }

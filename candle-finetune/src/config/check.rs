@@ -137,11 +137,15 @@ impl Config {
             let allowed = format!("without --steps {steps}: the epochs say how many steps there are");
             return Err(Error::flag("--epochs", epochs, allowed, "leave one of the two out"));
         }
-        self.steps.map_or(Ok(()), |steps| self.check_warmup(steps))
+        self.steps.map_or(Ok(()), |steps| self.check_steps(steps))
     }
 
     /// Against the steps of the run, which the data tells where epochs are given.
-    pub(crate) fn check_warmup(&self, steps: usize) -> Result<()> {
+    pub(crate) fn check_steps(&self, steps: usize) -> Result<()> {
+        if let Some(step) = self.trace.filter(|&step| step > steps) {
+            let allowed = format!("at most the number of steps, {steps}");
+            return Err(Error::flag("--trace", step, allowed, "choose a step of the run"));
+        }
         match self.warmup.filter(|&warmup| warmup > steps) {
             Some(warmup) => {
                 let allowed = format!("at most the number of steps, {steps}");

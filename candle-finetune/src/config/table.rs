@@ -423,6 +423,16 @@ impl Config {
             set: |config, text| switch(text).map(|yes| config.tensorboard = yes),
             get: |config| Some(Value::Boolean(config.tensorboard)),
         },
+        Setting {
+            key: "out.trace",
+            flag: Some("--trace"),
+            value: "STEP",
+            help: "Write a timeline of this step, trace-step-STEP.json: what every rank computed, sent and waited for, for \
+                   ui.perfetto.dev or chrome://tracing [default: none]",
+            example: "3",
+            set: |config, text| whole(text, 1, usize::MAX).map(|step| config.trace = Some(step)),
+            get: |config| config.trace.map(integer),
+        },
     ];
 }
 

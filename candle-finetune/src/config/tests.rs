@@ -78,6 +78,7 @@ fn bad_values_name_flag_value_allowed_and_an_example() {
         ("--validation-share", "1", "above 0 and below 1", "--validation-share 0.05"),
         ("--optimizer.beta2", "1", "from 0 to below 1", "--optimizer.beta2 0.95"),
         ("--train.max_grad_norm", "inf", "a number above 0", "--train.max_grad_norm 1.0"),
+        ("--trace", "0", "a whole number of at least 1", "--trace 3"),
         ("--model", "", "a name", "--model google/gemma-4-E2B-it"),
     ] {
         let error = Config::default().set(flag, value).unwrap_err();
@@ -142,6 +143,7 @@ fn pairs_that_do_not_go_together_are_told_with_the_fix() {
             "leave one of the two out",
         ),
         (vec![("--steps", "5"), ("--warmup", "6")], "--warmup", "at most the number of steps, 5", "a tenth"),
+        (vec![("--steps", "5"), ("--trace", "6")], "--trace", "at most the number of steps, 5", "a step of the run"),
         (vec![("--model", "no-such-folder")], "--model", "config.json", "download the checkpoint"),
         (vec![("--out", "Cargo.toml")], "--out", "a folder", "another name"),
     ] {

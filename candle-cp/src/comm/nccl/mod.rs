@@ -58,7 +58,7 @@ mod tensors;
 
 use super::lifeline::Lifeline;
 use super::rendezvous::Meeting;
-use super::{CommStats, Communicator, Expected, Pending, Tag, Traffic};
+use super::{CommStats, Communicator, Expected, Pending, Tag, Trace, Traffic};
 use crate::error::{Error, Result};
 use crate::launch::LaunchEnvironment;
 use candle_core::{Device, Tensor};
@@ -244,6 +244,10 @@ impl Communicator for NcclRank {
 
     fn stats(&self) -> CommStats {
         self.link.counters().snapshot()
+    }
+
+    fn trace(&self) -> Trace {
+        self.link.counters().trace().clone()
     }
 
     fn abort(&self, reason: &str) {
