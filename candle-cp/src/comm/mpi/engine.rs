@@ -6,6 +6,7 @@ use super::pending::Ticket;
 use super::shared::Shared;
 use crate::comm::group::Channel;
 use crate::comm::header::{self, HEADER_LEN, Header};
+use crate::comm::trace::OpenSpan;
 use crate::comm::{Expected, Tag};
 use crate::error::{Error, Result};
 use candle_core::Tensor;
@@ -26,8 +27,8 @@ const LONGEST_PAUSE: Duration = Duration::from_micros(500);
 pub struct Post {
     pub channel: Channel,
     pub tag: Tag,
-    /// Receiver, contiguous tensor on the CPU, and its header.
-    pub send: Option<(usize, Tensor, Header)>,
+    /// Receiver, contiguous tensor on the CPU, its header, and the span of the transfer.
+    pub send: Option<(usize, Tensor, Header, OpenSpan)>,
     pub receive: Option<Expected>,
     pub ticket: Arc<Ticket>,
 }
@@ -46,6 +47,7 @@ struct Sending {
     /// Read by MPI until all parts are done.
     _header: Box<[u64; HEADER_LEN]>,
     _tensor: Tensor,
+    transfer: OpenSpan,
     bytes: usize,
     parts: usize,
     ticket: Arc<Ticket>,
@@ -153,8 +155,8 @@ impl Engine {
 
     fn accept(&mut self, post: Post) {
         let Post { channel, tag, send, receive, ticket } = post;
-        if let Some((to, tensor, header)) = send {
-            let sent = self.send(channel, (to, tensor, &header), tag, &ticket);
+        if let Some((to, tensor, header, transfer)) = send {
+            let sent = self.send(channel, (to, tensor, &header, transfer), tag, &ticket);
             sent.unwrap_or_else(|error| self.end(error, |error| ticket.sent(Err(error))));
         }
         if let Some(expected) = receive {
@@ -167,7 +169,7 @@ impl Engine {
     fn send(
         &mut self,
         channel: Channel,
-        (to, tensor, header): (usize, Tensor, &Header),
+        (to, tensor, header, transfer): (usize, Tensor, &Header, OpenSpan),
         tag: Tag,
         ticket: &Arc<Ticket>,
     ) -> Result<()> {
@@ -177,7 +179,8 @@ impl Engine {
         let head = numbers.as_ptr().cast::<u8>();
         self.next += 1;
         // Kept from here on, whatever becomes of it.
-        let kept = Sending { tag, to, _header: numbers, _tensor: tensor, bytes, parts: 0, ticket: ticket.clone() };
+        let (_header, _tensor, ticket) = (numbers, tensor, ticket.clone());
+        let kept = Sending { tag, to, _header, _tensor, transfer, bytes, parts: 0, ticket };
         self.sending.insert(id, kept);
         let payload = pieces(bytes, self.piece_bytes).map(|(at, len)| (data.wrapping_add(at), len, tags(channel).1));
         for (data, len, mpi_tag) in std::iter::once((head, HEADER_BYTES, tags(channel).0)).chain(payload) {
@@ -248,6 +251,7 @@ impl Engine {
         }
         if part_of.parts == 0 {
             let done = self.sending.remove(&id).expect("just found");
+            drop(done.transfer);
             done.ticket.sent(Ok(()));
         }
     }

@@ -218,9 +218,10 @@ impl Transport for MpiRank {
                 self.shared.check(tag, &peers, header.bytes())?;
                 let alive = Alive::new(&self.shared.counters, tag.traffic, &tensor);
                 self.shared.counters.sent(tag.traffic, alive.bytes());
+                let transfer = self.shared.counters.trace().transfer(tag, to, alive.bytes());
                 sent = Some((to, alive));
                 // The graph is not kept; contiguous tensors are not copied.
-                Some((to, tensor.detach().contiguous()?, header))
+                Some((to, tensor.detach().contiguous()?, header, transfer))
             }
             None => {
                 self.shared.check(tag, &peers, 0)?;

@@ -108,6 +108,8 @@ impl MpiPending {
 
 impl Pending for MpiPending {
     fn wait(self: Box<Self>) -> Result<Option<Received>> {
+        let (from, to) = (self.receive.as_ref().map(|e| e.from), self.sent.as_ref().map(|(to, _)| *to));
+        let _span = self.shared.counters.trace().wait(self.tag, from, to);
         let start = Instant::now();
         let received = self.take();
         self.shared.counters.waited(self.tag.traffic, start.elapsed());
