@@ -102,13 +102,13 @@ fn passes_need_what_was_planned() {
     let mut worst: f64 = 1.0;
     for name in ["gemma4-dense", "gemma4-moe", "gemma4-effective", "gemma4-unified", "qwen3_5-dense", "qwen3_5-moe"] {
         for (seq_len, recompute, pictures, lora_rank) in [
-            (1024, false, 0, None),
-            (1024, true, 0, None),
-            (4096, false, 0, None),
-            (4096, true, 0, None),
-            (2048, false, 16, None),
-            (2048, false, 0, Some(4)),
-            (2048, true, 0, Some(4)),
+            (640, false, 0, None),
+            (640, true, 0, None),
+            (2560, false, 0, None),
+            (2560, true, 0, None),
+            (1280, false, 16, None),
+            (1280, false, 0, Some(4)),
+            (1280, true, 0, Some(4)),
         ] {
             let picture_tokens = if pictures > 0 { 4 } else { 0 };
             let request = Request { recompute, pictures, picture_tokens, lora_rank, ..request(seq_len, 1) };

@@ -6,7 +6,7 @@ use super::layers::{Layers, Numbers, WIDE};
 use super::tape::{Meter, Part, Rule, Stage, Tape, Value};
 
 /// What one rank works on.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Work {
     pub numbers: Numbers,
     /// Tokens of the slice, all rows of the batch.
@@ -83,6 +83,7 @@ fn layers<'a>(tape: &'a mut Tape, work: &Work, rows: u64, vision: bool) -> Layer
         trained: if vision { work.vision_trained } else { work.text_trained },
         lora_rank: if vision { None } else { work.lora_rank },
         clipped: false,
+        runs_again: work.recompute && !vision,
         remote: [0, 0],
     }
 }

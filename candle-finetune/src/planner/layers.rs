@@ -12,7 +12,7 @@ const ROW_PADDING: u64 = 16;
 const STATE_BLOCK: u64 = 1024;
 
 /// What sizes depend on beside the model.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Numbers {
     /// Bytes of a number of weights and results.
     pub number: u64,
@@ -37,6 +37,8 @@ pub(super) struct Layers<'a> {
     /// Rank of adapters, which are trained in place of the weights.
     pub lora_rank: Option<u64>,
     pub clipped: bool,
+    /// What is written runs once more in backward.
+    pub runs_again: bool,
     /// Keys and values of other ranks that are held in forward, and together with gradients in backward.
     pub remote: [u64; 2],
 }
@@ -160,8 +162,8 @@ impl Layers<'_> {
             return vec![self.rope(query, width)];
         }
         let both = self.linear(x, hidden, 2 * width);
-        let (whole, half) = (self.bytes(2 * width), self.bytes(width));
-        let part = |tape: &mut Tape, bytes| tape.op_with(&[both], [bytes, half], 0, [whole, whole], Rule::Padded);
+        let half = self.bytes(width);
+        let part = |tape: &mut Tape, bytes| tape.op_with(&[both], [bytes, half], 0, [0, 0], Rule::Padded);
         let query = part(self.tape, half);
         let query = self.norm(query, width, head_dim);
         let query = self.rope(query, width);
@@ -189,7 +191,9 @@ impl Layers<'_> {
         let sums = self.wide(heads * (head_dim + padding)) + 2 * lse;
         // Of a chunk, as operands of products; on other devices than the CPU kernels read it where it is.
         let panels = if self.numbers.cpu { 2 * keys * key_width * WIDE } else { 0 };
-        let gradients = 2 * keys * key_width * WIDE;
+        // The CPU has those of a chunk beside the sums that they become.
+        let copies = if self.numbers.cpu { 2 } else { 1 };
+        let gradients = copies * 2 * keys * key_width * WIDE;
         let [forward, backward] = self.remote;
         let scratch = [sums + panels + forward, sums + 2 * lse + panels + gradients + backward];
         let bytes = self.bytes(query_width);
@@ -209,8 +213,12 @@ impl Layers<'_> {
         }
         if own_input {
             router = wide(self, router, hidden); // the norm
-            let scale = self.weight(hidden);
             let bytes = self.wide(hidden);
+            // Candle's product makes a gradient of a frozen scale as well, as large as the rows, and keeps it to the end.
+            let scale = match (self.trained && self.lora_rank.is_none(), self.runs_again) {
+                (false, false) => self.tape.input(bytes, true),
+                _ => self.weight(hidden),
+            };
             router = self.tape.op_with(&[router, scale], [bytes, bytes], 0, [0, bytes], Rule::Made);
             router = wide(self, router, hidden); // the root
         }

@@ -3,7 +3,7 @@
 use candle_core::DType;
 use candle_cp_layers::{LoraOptions, Part, Role, Weights};
 
-use super::graph::{PassMemory, Work, pass_memory};
+use super::graph::{Work, pass_memory};
 use super::layers::{Numbers, WIDE};
 use super::request::Request;
 use super::traffic::{DecoderTraffic, Sharing};
@@ -114,10 +114,10 @@ pub(super) fn number(dtype: DType) -> u64 {
     dtype.size_in_bytes() as u64
 }
 
-/// Memory of the rank of these slices.
-pub(super) fn memory(parameters: &Parameters, request: &Request, slices: &Slices) -> Memory {
+/// Memory of a rank with this work.
+pub(super) fn memory(parameters: &Parameters, request: &Request, shape: &DecoderShape, work: &Work) -> Memory {
     let number = number(request.dtype);
-    let pass = pass(request, slices);
+    let pass = pass_memory(shape, work);
     let trained = parameters.all_trained();
     let shards = if request.zero { request.ranks() as u64 } else { 1 };
     let short = if number < WIDE { parameters.trained } else { 0 };
@@ -130,7 +130,6 @@ pub(super) fn memory(parameters: &Parameters, request: &Request, slices: &Slices
     // One flat buffer at most is sent and summed; a parameter's update takes three tensors of its size.
     let reduction = if request.ranks() > 1 { 2 * gradients.min(REDUCED_AT_A_TIME) } else { 0 };
     let update = gradients + reduction.max(3 * parameters.largest * WIDE);
-    let in_flight = slices.traffic.layers.iter().map(|layer| layer[slices.rank].iter().map(in_flight).max()).max();
     Memory {
         parameters: parameters.loaded * number + parameters.adapters * WIDE,
         moments: 2 * (trained * WIDE).div_ceil(shards),
@@ -140,7 +139,7 @@ pub(super) fn memory(parameters: &Parameters, request: &Request, slices: &Slices
         embeddings: pass.before_decoder - pass.vision,
         vision: pass.vision,
         loss: pass.loss,
-        in_flight: in_flight.flatten().unwrap_or(0),
+        in_flight: work.remote.iter().flatten().copied().max().unwrap_or(0),
         pass: pass.peak.bytes.max(collected) + earlier,
         pass_peak: if collected > pass.peak.bytes { "gradients, collected".to_string() } else { pass.peak.place },
         pass_gradients: pass.peak.weight_gradients,
@@ -155,7 +154,8 @@ fn in_flight(traffic: &super::traffic::RankTraffic) -> u64 {
     traffic.values().map(|flow| flow.peak).sum()
 }
 
-fn pass(request: &Request, slices: &Slices) -> PassMemory {
+/// What the rank of these slices works on.
+pub(super) fn work(request: &Request, slices: &Slices) -> Work {
     let batch = request.batch_rows as u64;
     let layout = &slices.sharing.layout;
     let pieces: Vec<u64> = layout.ranges(slices.rank).iter().map(|range| batch * range.len() as u64).collect();
@@ -167,7 +167,7 @@ fn pass(request: &Request, slices: &Slices) -> PassMemory {
         }
         _ => 0,
     };
-    let work = Work {
+    Work {
         numbers: Numbers { number: number(request.dtype), cpu: request.device.is_cpu },
         local_tokens: pieces.iter().sum(),
         full_tokens: batch * request.seq_len as u64,
@@ -181,6 +181,5 @@ fn pass(request: &Request, slices: &Slices) -> PassMemory {
         gathered_keys: layers.clone().map(|(layer, _)| gathered(&layer.mixer)).collect(),
         remote: layers.map(|(_, traffic)| [0, 1].map(|pass| in_flight(&traffic[slices.rank][pass]))).collect(),
         batch,
-    };
-    pass_memory(slices.shape, &work)
+    }
 }

@@ -108,11 +108,16 @@ fn traffic_and_memory(
         recompute: request.recompute,
     };
     let traffic = DecoderTraffic::new(shape, sharing, sending);
-    let of_rank = |rank| {
-        let slices = memory::Slices { shape, sharing, traffic: &traffic, rank };
-        memory::memory(parameters, request, &slices)
-    };
-    let memory = (0..request.cp).map(of_rank).max_by_key(Memory::peak).expect("a run has ranks");
+    // Many ranks have the same sizes: those are looked at once.
+    let mut works = Vec::new();
+    for rank in 0..request.cp {
+        let work = memory::work(request, &memory::Slices { shape, sharing, traffic: &traffic, rank });
+        if !works.contains(&work) {
+            works.push(work);
+        }
+    }
+    let memory = works.iter().map(|work| memory::memory(parameters, request, shape, work));
+    let memory = memory.max_by_key(Memory::peak).expect("a run has ranks");
     (traffic, memory)
 }
 
