@@ -6,6 +6,7 @@
 
 use std::process::ExitCode;
 
+use candle_cp_examples::cli::explain;
 use candle_cp_examples::plan::Arguments;
 use clap::Parser;
 
@@ -14,7 +15,7 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", explain(&error));
             ExitCode::from(2)
         }
     }

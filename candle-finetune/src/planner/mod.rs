@@ -13,6 +13,7 @@ mod models;
 mod report;
 mod request;
 mod tape;
+mod tower;
 mod traffic;
 mod work;
 

@@ -180,8 +180,17 @@ impl RunPlan {
         )?;
         writeln!(
             out,
-            "  {:<22}{:>5}{:>6}  {:<9}{:>11}{:>12}{:>14}{:>8}{:>18}",
-            "kind", "count", "hops", "pass", "MiB sent", "transfer ms", "attention ms", "hidden", "hidden from"
+            "  {:<22}{:>5}{:>6}  {:<9}{:>11}{:>11}{:>13}{:>14}{:>8}{:>18}",
+            "kind",
+            "count",
+            "hops",
+            "pass",
+            "MiB sent",
+            "MiB alive",
+            "transfer ms",
+            "attention ms",
+            "hidden",
+            "hidden from"
         )?;
         for kind in &self.kinds {
             for (place, pass) in kind.passes.iter().enumerate() {
@@ -196,9 +205,10 @@ impl RunPlan {
                 let pass_name = ["forward", "backward"][place];
                 writeln!(
                     out,
-                    "  {name:<22}{count:>5}{:>6}  {pass_name:<9}{:>11.2}{:>12.2}{:>14.2}{hidden:>8}{from:>18}",
+                    "  {name:<22}{count:>5}{:>6}  {pass_name:<9}{:>11.2}{:>11.2}{:>13.2}{:>14.2}{hidden:>8}{from:>18}",
                     pass.hops,
                     pass.flow.sent as f64 / (1 << 20) as f64,
+                    pass.flow.peak as f64 / (1 << 20) as f64,
                     pass.transfer * 1e3,
                     pass.compute * 1e3,
                 )?;

@@ -210,7 +210,9 @@ impl Tape {
             }
             meter.add(op.bytes);
             loose += op.bytes;
-            carried = op.bytes;
+            if op.bytes > 0 {
+                carried = op.bytes; // a view holds what it looks at
+            }
         }
         meter.sub(loose);
     }
