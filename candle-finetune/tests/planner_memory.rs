@@ -104,11 +104,11 @@ fn passes_need_what_was_planned() {
         for (seq_len, recompute, pictures, lora_rank) in [
             (640, false, 0, None),
             (640, true, 0, None),
-            (2560, false, 0, None),
-            (2560, true, 0, None),
-            (1280, false, 16, None),
-            (1280, false, 0, Some(4)),
-            (1280, true, 0, Some(4)),
+            (1920, false, 0, None),
+            (1920, true, 0, None),
+            (960, false, 16, None),
+            (960, false, 0, Some(4)),
+            (960, true, 0, Some(4)),
         ] {
             let picture_tokens = if pictures > 0 { 4 } else { 0 };
             let request = Request { recompute, pictures, picture_tokens, lora_rank, ..request(seq_len, 1) };

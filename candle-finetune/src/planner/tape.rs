@@ -4,7 +4,7 @@
 //! goes through them from the last to the first, hands each the gradient of its result, and adds what it gives to the
 //! gradients of its arguments, the first time to zeros. Kept results are released at the very end.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// The result of an operation, or a leaf.
@@ -236,8 +236,9 @@ impl Tape {
         values.iter().map(|value| self.nodes[value.0].grad_bytes).sum()
     }
 
-    /// Backward from values whose gradients are held. Those of tracked leaves and of weights stay held.
-    pub fn backward(&self, meter: &mut Meter, seeds: &[Value], names: bool) {
+    /// Backward from values whose gradients are held. Those of tracked leaves and of weights stay held: those that have
+    /// one.
+    pub fn backward(&self, meter: &mut Meter, seeds: &[Value], names: bool) -> BTreeSet<Value> {
         if names {
             meter.pass = "backward";
         }
@@ -275,6 +276,7 @@ impl Tape {
             }
             meter.sub(incoming);
         }
+        gradients.into_keys().collect()
     }
 
     /// Zeros and a sum the first time, a sum afterwards; what was there before is released.
@@ -351,11 +353,11 @@ impl Stage {
         self.tape.forward_kept(meter, false);
         meter.add(incoming);
         meter.spike(incoming);
-        self.tape.backward(meter, &self.outputs, false);
+        let reached = self.tape.backward(meter, &self.outputs, false);
         self.tape.drop_graph(meter);
         // A leaf without a gradient gets zeros.
-        let held = self.inputs.iter().filter(|&&input| self.tape.is_tracked(input));
-        debug_assert!(held.count() == self.inputs.len(), "leaves of a stage are tracked");
+        let missed: Vec<Value> = self.inputs.iter().copied().filter(|input| !reached.contains(input)).collect();
+        meter.add(self.tape.bytes_of(&missed));
         meter.sub(leaves);
     }
 }
