@@ -195,6 +195,11 @@ impl Tape {
             if names {
                 meter.section = Some(op.section.clone());
             }
+            if section.as_ref() != Some(&op.section) {
+                meter.sub(loose - carried);
+                loose = carried;
+                section = Some(op.section.clone());
+            }
             if let Rule::Again(part) = &op.rule {
                 part.forward(meter);
             }
@@ -202,11 +207,6 @@ impl Tape {
             if self.is_tracked(op.out) {
                 meter.keep(op.bytes + op.saved);
                 continue;
-            }
-            if section.as_ref() != Some(&op.section) {
-                meter.sub(loose - carried);
-                loose = carried;
-                section = Some(op.section.clone());
             }
             meter.add(op.bytes);
             loose += op.bytes;
