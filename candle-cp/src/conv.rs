@@ -13,7 +13,7 @@ use crate::layout::SequenceLayout;
 use crate::tokens::Tokens;
 use candle_core::{CpuStorage, CustomOp2, DType, Device, Layout, Shape, Tensor, WithDType};
 use candle_cp_kernels::{CausalConv, ConvActivation, ConvRow, Real};
-use halo::HaloPlan;
+pub(crate) use halo::HaloPlan;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// See [`crate::CpContext::causal_conv`].

@@ -42,6 +42,7 @@ mod coordinates;
 mod delta_rule;
 mod element;
 mod error;
+mod exchanges;
 mod gathered;
 pub mod gpu;
 pub mod launch;
@@ -63,6 +64,7 @@ pub use comm::Communicator;
 pub use context::CpContext;
 pub use coordinates::{Coordinates, attend_with_coordinates};
 pub use error::{Error, Result};
+pub use exchanges::{StateExchange, halo_exchange, state_exchange};
 pub use gathered::GatheredKeys;
 pub use launch::{
     LaunchEnvironment, Launcher, launch_environment, launch_environment_from, prepare_process, prepare_rank_process,
@@ -70,7 +72,7 @@ pub use launch::{
 pub use layout::{LayoutKind, SequenceLayout};
 pub use loss::{LossOptions, linear_cross_entropy};
 pub use mask::{MaskRule, TokenAt};
-pub use plan::{AttentionPlan, Edge, Hop, Trim};
+pub use plan::{AttentionPlan, Edge, Hop, KeyCounts, Trim};
 pub use shard::{IGNORED, ShardedLabels};
 pub use tokens::Tokens;
 pub use with_backward::with_backward;

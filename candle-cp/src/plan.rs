@@ -48,6 +48,35 @@ pub struct Hop {
     pub receive: Option<(usize, Edge)>,
 }
 
+/// How many keys the plans of all ranks move: what to plan a run by without making every rank's plan.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyCounts {
+    /// By rank and hop, as in [`AttentionPlan::hops`]: keys sent and keys received, per batch row and head.
+    pub hops: Vec<Vec<[usize; 2]>>,
+    /// [`AttentionPlan::live_pairs`].
+    pub live_pairs: Vec<usize>,
+}
+
+impl KeyCounts {
+    /// The counts of a batch, made once for all ranks.
+    ///
+    /// # Errors
+    /// A layout made for rows of another length.
+    pub fn new(layout: &SequenceLayout, tokens: &Tokens, rule: &MaskRule, trim: Trim) -> Result<Self> {
+        let rows = padded_bounds(layout, tokens, rule)?;
+        let (planner, ranks) = (Planner::new(layout, &rows, 0, trim), layout.ranks());
+        let mut hops = vec![Vec::new(); ranks];
+        for distance in (1..ranks).filter(|&distance| planner.anyone_needs(distance)) {
+            let count = |query_rank, key_rank| planner.keys(query_rank, key_rank).iter().map(Range::len).sum();
+            let received: Vec<usize> = (0..ranks).map(|rank| count(rank, (rank + ranks - distance) % ranks)).collect();
+            for (rank, hops) in hops.iter_mut().enumerate() {
+                hops.push([received[(rank + distance) % ranks], received[rank]]);
+            }
+        }
+        Ok(Self { hops, live_pairs: live_pairs(layout, &rows) })
+    }
+}
+
 /// The plan of one rank for one batch and mask rule. All ranks compute theirs from the same metadata, so that what one
 /// sends is what the other expects, without a word between them. Forward and backward use the same plan.
 #[derive(Debug, Clone)]
@@ -66,13 +95,7 @@ impl AttentionPlan {
     /// # Errors
     /// A layout made for rows of another length.
     pub fn new(layout: &SequenceLayout, tokens: &Tokens, rule: &MaskRule, rank: usize, trim: Trim) -> Result<Self> {
-        if layout.len() != tokens.len() {
-            let given = format!("for {} tokens", layout.len());
-            let allowed = format!("the batch has {} per row", tokens.len());
-            return Err(Error::argument("layout", given, allowed, "make the layout for the batch"));
-        }
-        let mut rows: Vec<_> = (0..tokens.batch()).map(|row| tokens.bounds(row, rule)).collect();
-        rows.iter_mut().for_each(|row| row.resize(layout.padded_len(), Bounds::default()));
+        let rows = padded_bounds(layout, tokens, rule)?;
         let planner = Planner::new(layout, &rows, rank, trim);
         let ranks = layout.ranks();
         let mut hops = Vec::new();
@@ -87,13 +110,7 @@ impl AttentionPlan {
         let own = planner.edge(rank, vec![0..layout.local_len(rank)]);
         let local = layout.global_indices(rank);
         let bounds = rows.iter().map(|row| local.iter().map(|&i| row[i]).collect()).collect();
-        let pairs = |r: usize| -> usize {
-            let ranges = layout.ranges(r).iter().cloned();
-            ranges
-                .flat_map(|range| rows.iter().map(move |row| row[range.clone()].iter().map(Bounds::len).sum::<usize>()))
-                .sum()
-        };
-        Ok(Self { bounds, own, hops, live_pairs: (0..ranks).map(pairs).collect(), gpu: WorkCache::default() })
+        Ok(Self { bounds, own, hops, live_pairs: live_pairs(layout, &rows), gpu: WorkCache::default() })
     }
 
     /// Visible key positions (global row indices) of every local query, `[B][S_local]`.
@@ -154,6 +171,30 @@ impl AttentionPlan {
         let own = Edge { keys: vec![0..keys], tiles };
         Self { bounds, own, hops: Vec::new(), live_pairs, gpu: WorkCache::default() }
     }
+}
+
+/// What every query of the padded rows sees.
+fn padded_bounds(layout: &SequenceLayout, tokens: &Tokens, rule: &MaskRule) -> Result<Vec<Vec<Bounds>>> {
+    if layout.len() != tokens.len() {
+        let given = format!("for {} tokens", layout.len());
+        let allowed = format!("the batch has {} per row", tokens.len());
+        return Err(Error::argument("layout", given, allowed, "make the layout for the batch"));
+    }
+    let mut rows: Vec<_> = (0..tokens.batch()).map(|row| tokens.bounds(row, rule)).collect();
+    rows.iter_mut().for_each(|row| row.resize(layout.padded_len(), Bounds::default()));
+    Ok(rows)
+}
+
+/// Allowed pairs by query rank.
+fn live_pairs(layout: &SequenceLayout, rows: &[Vec<Bounds>]) -> Vec<usize> {
+    let pairs = |rank: usize| {
+        let ranges = layout.ranges(rank).iter();
+        let of_range = |range: &Range<usize>| {
+            rows.iter().map(|row| row[range.clone()].iter().map(Bounds::len).sum::<usize>()).sum::<usize>()
+        };
+        ranges.map(of_range).sum()
+    };
+    (0..layout.ranks()).map(pairs).collect()
 }
 
 /// What a block of queries sees: `any` at least one of them, `all` each of them. Global positions.

@@ -365,6 +365,15 @@ impl Error {
         Self::Flag { flag: flag.into(), value: value.to_string(), allowed: allowed.into(), fix: fix.into() }
     }
 
+    /// True if this is an echo of another rank's failure.
+    pub fn is_peer_failure(&self) -> bool {
+        match self {
+            Self::AtStep { cause, .. } => cause.is_peer_failure(),
+            Self::Cp(error) => error.is_peer_failure(),
+            _ => false,
+        }
+    }
+
     /// The same with the step that was not done, where it does not tell by itself.
     pub(crate) fn at_step(self, step: usize) -> Self {
         match self {

@@ -31,6 +31,7 @@ mod outputs;
 mod packing;
 mod parquet;
 mod plan;
+pub mod planner;
 pub mod plot;
 mod progress;
 mod ranks;

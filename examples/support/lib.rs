@@ -5,7 +5,7 @@
 //! it, [`model`] (of the families in [`networks`]) and [`attention`] compute the same tensors here, [`tolerance`] and [`compare`] judge them, [`report`]
 //! prints the result. [`cli`] is the command line.
 //!
-//! [`finetune`] is the command line of the examples that train.
+//! [`finetune`] is the command line of the examples that train, [`plan`] that of the planner.
 
 pub mod attention;
 pub mod case;
@@ -15,5 +15,6 @@ pub mod finetune;
 pub mod masks;
 pub mod model;
 pub mod networks;
+pub mod plan;
 pub mod report;
 pub mod tolerance;

@@ -70,6 +70,15 @@ impl Weights {
         Ok(())
     }
 
+    /// The matrices that get such adapters, each with the shapes of its adapter's two matrices.
+    ///
+    /// # Errors
+    /// As [`Weights::add_lora`].
+    pub fn lora_shapes(config: &dyn ModelConfig, options: &LoraOptions) -> Result<BTreeMap<String, [[usize; 2]; 2]>> {
+        let (modules, _) = modules::select(config, options)?;
+        Ok(modules.into_iter().map(|(matrix, module)| (matrix, module.shapes(options.rank()))).collect())
+    }
+
     /// Loads adapters from a folder of [`Weights::save_adapter`] or of PEFT, to go on with them; the rest is as for
     /// [`Weights::add_lora`]. Rank, alpha, dropout and modules are those of the folder. Which modules have an adapter is
     /// told by the tensors; a list of targets must agree with them.

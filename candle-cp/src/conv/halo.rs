@@ -42,7 +42,7 @@ type Message = Option<(usize, Vec<usize>)>;
 
 /// The halos of one rank. All ranks compute matching ones.
 #[derive(Debug)]
-pub(super) struct HaloPlan {
+pub(crate) struct HaloPlan {
     runs: Vec<Run>,
     /// This rank's halo, run by run.
     halo: Vec<Source>,
@@ -58,8 +58,14 @@ impl HaloPlan {
         Self { runs: runs(layout, tokens, rank, taps), halo: halos[rank].clone(), rank, hops: hops(&halos, rank) }
     }
 
+    /// Rows sent and received at every hop.
+    pub fn row_counts(&self) -> Vec<[usize; 2]> {
+        let rows = |message: &Message| message.as_ref().map_or(0, |(_, rows)| rows.len());
+        self.hops.iter().map(|hop| [rows(&hop.send), rows(&hop.receive)]).collect()
+    }
+
     /// In the order of the batch rows, then of the local tokens.
-    pub fn runs(&self) -> &[Run] {
+    pub(super) fn runs(&self) -> &[Run] {
         &self.runs
     }
 

@@ -70,8 +70,22 @@ impl StatePlan {
     }
 
     /// Whether any document lies in several pieces. Otherwise the ranks have nothing to tell each other.
-    pub(super) fn crosses(&self) -> bool {
+    pub(crate) fn crosses(&self) -> bool {
         self.links.iter().flatten().any(|link| link.carries)
+    }
+
+    /// Numbers that each rank makes for the others, in forward and in backward, given those of a state and of a
+    /// transition.
+    pub(crate) fn made(&self, state: usize, transition: usize) -> [Vec<usize>; 2] {
+        let ranks = self.owners.iter().max().map_or(0, |last| last + 1);
+        let mut made = [vec![0; ranks], vec![0; ranks]];
+        for (&owner, rows) in self.owners.iter().zip(&self.links) {
+            for link in rows {
+                made[0][owner] += usize::from(link.carries) * state + usize::from(link.through) * transition;
+                made[1][owner] += usize::from(link.continues) * state;
+            }
+        }
+        made
     }
 
     /// The (piece, row) for which `wanted` holds, in sequence order.

@@ -6,10 +6,13 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use candle_cp::{CpContext, LayerWork, ShardedLabels};
 use candle_cp_layers::{Placeholders, Recompute, Weights};
-use candle_gemma4::{Config, Inputs, Model};
+use candle_gemma4::{Config, Inputs, LayerKind, Model};
 use candle_vlm_processor::{Gemma4ImageSettings, ImagePatches, ImageSettings, PatchLayout};
 
-use super::{TokenIds, Turns, VlmConfig, VlmModel, check_settings};
+use super::{
+    AttentionShape, DecoderLayerShape, DecoderShape, ExpertsShape, KeyRole, Mixer, TokenIds, Turns, VisionShape,
+    VlmConfig, VlmModel, check_settings,
+};
 use crate::encoder::or_missing;
 use crate::error::Result;
 use crate::packing::Batch;
@@ -49,6 +52,20 @@ impl VlmConfig for Config {
 
     fn decoder_layer(&self, name: &str) -> Option<usize> {
         Config::decoder_layer(self, name)
+    }
+
+    fn decoder_shape(&self) -> DecoderShape {
+        let text = &self.text;
+        DecoderShape {
+            vocab_size: text.vocab_size,
+            hidden_size: text.hidden_size,
+            tied: self.tie_word_embeddings,
+            per_layer_width: text.per_layer.map(|per_layer| per_layer.width),
+            sandwich_norms: true,
+            scaled_layers: true,
+            layers: (0..text.layers.len()).map(|index| layer_shape(self, index)).collect(),
+            vision: vision_shape(self),
+        }
     }
 
     /// The soft tokens are those that released checkpoints allow.
@@ -127,6 +144,64 @@ pub fn inputs(batch: &Batch, dtype: DType, device: &Device) -> Result<Inputs> {
             Inputs { pixel_values: Some(pixels), image_position_ids: Some(positions), ..Inputs::text(input_ids_bs) }
         }
     })
+}
+
+fn layer_shape(config: &Config, index: usize) -> DecoderLayerShape {
+    let (text, layer) = (&config.text, &config.text.layers[index]);
+    let lends = || text.layers.iter().any(|other| other.keys_of == Some(index));
+    let attention = AttentionShape {
+        name: match layer.kind {
+            LayerKind::Sliding => "sliding",
+            LayerKind::Full => "full",
+        },
+        rule: text.mask_rule(layer.kind),
+        query_heads: text.num_attention_heads,
+        key_heads: layer.num_key_value_heads,
+        head_dim: layer.head_dim,
+        keys: match layer.keys_of {
+            Some(_) => KeyRole::Reads,
+            None if lends() => KeyRole::Lends,
+            None => KeyRole::Own,
+        },
+        keys_are_values: layer.keys_are_values,
+        gated: false,
+    };
+    let experts =
+        text.moe.map(|moe| ExpertsShape { count: moe.num_experts, top_k: moe.top_k, width: moe.intermediate_size });
+    DecoderLayerShape { mixer: Mixer::Attention(attention), mlp_width: Some(layer.intermediate_size), experts }
+}
+
+fn vision_shape(config: &Config) -> Option<VisionShape> {
+    let tokens_per_picture = settings(config)?.max_soft_tokens;
+    let tower = config.vision.as_ref().map(|tower| VisionShape {
+        layers: tower.num_hidden_layers,
+        width: tower.hidden_size,
+        mlp_width: tower.intermediate_size,
+        gated: true,
+        heads: tower.num_attention_heads,
+        key_heads: tower.num_key_value_heads,
+        head_dim: tower.head_dim,
+        patch_len: tower.patch_len(),
+        patches_per_token: tower.pooling_kernel_size * tower.pooling_kernel_size,
+        tokens_per_picture,
+        clipped: tower.use_clipped_linears,
+        merges: false,
+    });
+    let embedder = config.patch_embedder.as_ref().map(|embedder| VisionShape {
+        layers: 0,
+        width: embedder.width,
+        mlp_width: 0,
+        gated: false,
+        heads: 0,
+        key_heads: 0,
+        head_dim: 0,
+        patch_len: embedder.patch_len(),
+        patches_per_token: 1,
+        tokens_per_picture,
+        clipped: false,
+        merges: false,
+    });
+    tower.or(embedder)
 }
 
 fn settings(config: &Config) -> Option<Gemma4ImageSettings> {

@@ -4,6 +4,7 @@
 
 pub mod gemma4;
 pub mod qwen3_5;
+mod shape;
 
 use std::fmt::{self, Debug};
 use std::path::Path;
@@ -15,6 +16,7 @@ use candle_cp::{CpContext, LayerWork, ShardedLabels};
 use candle_cp_layers::{CONFIG_FILE, ModelConfig, Placeholders, Recompute, Weights};
 use candle_vlm_processor::ImageSettings;
 
+pub use self::shape::{AttentionShape, DecoderLayerShape, DecoderShape, ExpertsShape, KeyRole, Mixer, VisionShape};
 use crate::device::ComputeDevice;
 use crate::error::{Error, Result};
 use crate::packing::Batch;
@@ -65,12 +67,23 @@ impl Family {
     /// # Errors
     /// It is of no family that the recipe knows.
     pub fn of_folder(folder: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(folder.join(CONFIG_FILE)).unwrap_or_default();
-        let json: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+        Self::of_text(&std::fs::read_to_string(folder.join(CONFIG_FILE)).unwrap_or_default(), folder)
+    }
+
+    /// A configuration from the text of a `config.json` of any family, see [`Family::of_folder`]; `path` is where it is.
+    ///
+    /// # Errors
+    /// It is of no family that the recipe knows, or the model crate refuses it.
+    pub fn of_config(text: &str, path: &Path) -> Result<Arc<dyn VlmConfig>> {
+        Self::of_text(text, path)?.config(text)
+    }
+
+    fn of_text(text: &str, path: &Path) -> Result<Self> {
+        let json: serde_json::Value = serde_json::from_str(text).unwrap_or_default();
         match json.get("model_type").and_then(serde_json::Value::as_str) {
             Some(name) if name.starts_with("qwen3_5") => Ok(Self::Qwen3_5),
             Some(name) if !name.starts_with("gemma4") => {
-                Err(Error::UnknownFamily { folder: folder.to_path_buf(), found: name.to_string() })
+                Err(Error::UnknownFamily { folder: path.to_path_buf(), found: name.to_string() })
             }
             _ => Ok(Self::Gemma4),
         }
@@ -150,6 +163,9 @@ pub trait VlmConfig: ModelConfig + Debug + Send + Sync {
     /// from the last to the first, and to a layer's weights in no other place; with recomputation the layer is told by
     /// [`Recompute::of_layer`].
     fn decoder_layer(&self, name: &str) -> Option<usize>;
+
+    /// What memory and traffic of a run depend on, for [`crate::planner`].
+    fn decoder_shape(&self) -> DecoderShape;
 
     /// How the model itself says that pictures are cut; `None` if it takes none.
     fn image_settings(&self) -> Option<Box<dyn ImageSettings>>;

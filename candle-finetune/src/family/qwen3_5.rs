@@ -4,12 +4,15 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use candle_cp::{CpContext, LayerWork, ShardedLabels};
+use candle_cp::{CpContext, DeltaHeads, LayerWork, ShardedLabels};
 use candle_cp_layers::{Placeholders, Recompute, Weights};
-use candle_qwen3_5::{Config, Inputs, Model};
+use candle_qwen3_5::{Config, Inputs, LayerKind, MlpConfig, Model, TextConfig};
 use candle_vlm_processor::{ImagePatches, ImageSettings, Qwen3_5ImageSettings};
 
-use super::{TokenIds, Turns, VlmConfig, VlmModel, check_settings};
+use super::{
+    AttentionShape, DecoderLayerShape, DecoderShape, ExpertsShape, KeyRole, Mixer, TokenIds, Turns, VisionShape,
+    VlmConfig, VlmModel, check_settings,
+};
 use crate::device::ComputeDevice;
 use crate::encoder::or_missing;
 use crate::error::Result;
@@ -17,6 +20,9 @@ use crate::packing::Batch;
 
 /// Pixels of pictures in released checkpoints, which bring pictures into -1..1.
 const MEAN_AND_DEVIATION: ([f32; 3], [f32; 3]) = ([0.5; 3], [0.5; 3]);
+
+/// Soft tokens of a picture of a million pixels, which the planner takes for the usual one.
+const TOKENS_PER_PICTURE: usize = 1024;
 
 impl VlmConfig for Config {
     fn title(&self) -> String {
@@ -46,6 +52,20 @@ impl VlmConfig for Config {
 
     fn decoder_layer(&self, name: &str) -> Option<usize> {
         Config::decoder_layer(self, name)
+    }
+
+    fn decoder_shape(&self) -> DecoderShape {
+        let text = &self.text;
+        DecoderShape {
+            vocab_size: text.vocab_size,
+            hidden_size: text.hidden_size,
+            tied: self.tie_word_embeddings,
+            per_layer_width: None,
+            sandwich_norms: false,
+            scaled_layers: false,
+            layers: text.layers.iter().map(|kind| layer_shape(text, *kind)).collect(),
+            vision: self.vision.as_ref().map(|vision| vision_shape(&vision.shape)),
+        }
     }
 
     fn image_settings(&self) -> Option<Box<dyn ImageSettings>> {
@@ -140,6 +160,56 @@ impl Placed {
         }
         let shape = (3, batch.ids.len(), batch.seq_len());
         Ok(Tensor::from_vec(axes.concat(), shape, &Device::Cpu)?)
+    }
+}
+
+fn layer_shape(text: &TextConfig, kind: LayerKind) -> DecoderLayerShape {
+    let delta = &text.delta_net;
+    let mixer = match kind {
+        LayerKind::Linear => Mixer::Delta {
+            heads: DeltaHeads {
+                key_heads: delta.key_heads,
+                value_heads: delta.value_heads,
+                key_dim: delta.key_dim,
+                value_dim: delta.value_dim,
+            },
+            taps: delta.kernel,
+        },
+        LayerKind::Full => Mixer::Attention(AttentionShape {
+            name: "full",
+            rule: text.mask_rule(),
+            query_heads: text.num_attention_heads,
+            key_heads: text.num_key_value_heads,
+            head_dim: text.head_dim,
+            keys: KeyRole::Own,
+            keys_are_values: false,
+            gated: true,
+        }),
+    };
+    let (mlp_width, experts) = match text.mlp {
+        MlpConfig::Dense(width) => (width, None),
+        MlpConfig::Moe(moe) => {
+            let experts = ExpertsShape { count: moe.num_experts, top_k: moe.top_k, width: moe.intermediate_size };
+            (moe.shared_intermediate_size, Some(experts))
+        }
+    };
+    DecoderLayerShape { mixer, mlp_width: Some(mlp_width), experts }
+}
+
+fn vision_shape(tower: &candle_qwen3_5::vision::VisionShape) -> VisionShape {
+    VisionShape {
+        layers: tower.depth,
+        width: tower.hidden_size,
+        mlp_width: tower.intermediate_size,
+        gated: false,
+        heads: tower.num_heads,
+        key_heads: tower.num_heads,
+        head_dim: tower.hidden_size / tower.num_heads,
+        patch_len: tower.patch_len(),
+        patches_per_token: tower.spatial_merge_size * tower.spatial_merge_size,
+        tokens_per_picture: TOKENS_PER_PICTURE,
+        clipped: false,
+        merges: true,
     }
 }
 

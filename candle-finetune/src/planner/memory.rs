@@ -1,0 +1,185 @@
+//! Memory of one rank.
+
+use candle_core::DType;
+use candle_cp_layers::{LoraOptions, Part, Role, Weights};
+
+use super::graph::{Work, pass_memory};
+use super::layers::{Numbers, WIDE};
+use super::request::Request;
+use super::traffic::{DecoderTraffic, Sharing};
+use crate::error::Result;
+use crate::family::{DecoderShape, KeyRole, Mixer, VlmConfig};
+
+/// Numbers in the tensors of a model, by what happens to them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Parameters {
+    /// Loaded, in the model's type.
+    pub loaded: u64,
+    /// Of these, trained.
+    pub trained: u64,
+    /// In adapters, f32; trained.
+    pub adapters: u64,
+    /// In the vision tower and its projection; loaded, trained or not.
+    pub vision: u64,
+    /// In the largest trained tensor.
+    pub largest: u64,
+}
+
+impl Parameters {
+    /// Counts the table of tensors of a model.
+    ///
+    /// # Errors
+    /// Adapters do not fit.
+    pub fn count(config: &dyn VlmConfig, request: &Request) -> Result<Self> {
+        let mut counted = Self::default();
+        for spec in config.tensors().iter().filter(|spec| spec.role != Role::Unused) {
+            let numbers = spec.shape.iter().map(|&size| size as u64).product();
+            let part = Part::of(&spec.name);
+            counted.loaded += numbers;
+            counted.vision += if part == Part::Vision { numbers } else { 0 };
+            if spec.is_trained() && request.lora_rank.is_none() && !request.freeze.contains(&part) {
+                counted.trained += numbers;
+                counted.largest = counted.largest.max(numbers);
+            }
+        }
+        if let Some(rank) = request.lora_rank {
+            let shapes = Weights::lora_shapes(config, &LoraOptions::new(rank, rank as f64))?;
+            let numbers = |[rows, columns]: &[usize; 2]| (rows * columns) as u64;
+            let sizes: Vec<u64> = shapes.values().flatten().map(numbers).collect();
+            counted.adapters = sizes.iter().sum();
+            counted.largest = sizes.into_iter().max().unwrap_or(0);
+        }
+        Ok(counted)
+    }
+
+    /// Numbers that are trained, adapters included.
+    pub fn all_trained(&self) -> u64 {
+        self.trained + self.adapters
+    }
+}
+
+/// Bytes that one rank needs, by what they are for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Memory {
+    /// Weights and adapters.
+    pub parameters: u64,
+    /// The two moments, f32.
+    pub moments: u64,
+    /// Copies of short weights in f32.
+    pub masters: u64,
+    /// Summed gradients in f32.
+    pub gradients: u64,
+    /// What forward keeps for backward; with and without recomputation in the plan's other values.
+    pub kept: u64,
+    /// Of these, the embeddings of the full rows and the slice of them.
+    pub embeddings: u64,
+    /// Of these, the vision tower.
+    pub vision: u64,
+    /// The logits of a chunk and what the loss computes with them, the head's gradient included.
+    pub loss: u64,
+    /// Keys, values and their gradients of other ranks, the most at a time.
+    pub in_flight: u64,
+    /// The most that a pass needs beside parameters and optimizer: what is kept, gradients, and what is being worked on.
+    pub pass: u64,
+    /// Where in the pass that is.
+    pub pass_peak: String,
+    /// Gradients in the type of the weights at that moment.
+    pub pass_gradients: u64,
+    /// The most that summing gradients and the optimizer need beside parameters and optimizer state.
+    pub update: u64,
+}
+
+impl Memory {
+    /// What stays between steps.
+    pub fn resident(&self) -> u64 {
+        self.parameters + self.moments + self.masters
+    }
+
+    /// The most at a time.
+    pub fn peak(&self) -> u64 {
+        self.resident() + self.pass.max(self.update)
+    }
+}
+
+/// What memory depends on beside model and request.
+pub(super) struct Slices<'a> {
+    pub shape: &'a DecoderShape,
+    pub sharing: &'a Sharing,
+    pub traffic: &'a DecoderTraffic,
+    pub rank: usize,
+}
+
+/// Bytes of a number of this type.
+pub(super) fn number(dtype: DType) -> u64 {
+    dtype.size_in_bytes() as u64
+}
+
+/// Memory of a rank with this work.
+pub(super) fn memory(parameters: &Parameters, request: &Request, shape: &DecoderShape, work: &Work) -> Memory {
+    let number = number(request.dtype);
+    let pass = pass_memory(shape, work);
+    let trained = parameters.all_trained();
+    let shards = if request.zero { request.ranks() as u64 } else { 1 };
+    let short = if number < WIDE { parameters.trained } else { 0 };
+    // Short gradients and their f32 copies exist side by side while the last batch's graph is still there; sums of
+    // earlier batches are held all the time.
+    let copies = if number < WIDE { parameters.trained * WIDE } else { 0 };
+    let collected = pass.kept + pass.weight_gradients + copies;
+    let earlier = if request.accumulate > 1 { trained * WIDE } else { 0 };
+    let gradients = trained * WIDE;
+    // One flat buffer at most is sent and summed; a parameter's update takes three tensors of its size.
+    let reduction = if request.ranks() > 1 { 2 * gradients.min(REDUCED_AT_A_TIME) } else { 0 };
+    let update = gradients + reduction.max(3 * parameters.largest * WIDE);
+    Memory {
+        parameters: parameters.loaded * number + parameters.adapters * WIDE,
+        moments: 2 * (trained * WIDE).div_ceil(shards),
+        masters: (short * WIDE).div_ceil(shards),
+        gradients,
+        kept: pass.kept,
+        embeddings: pass.before_decoder - pass.vision,
+        vision: pass.vision,
+        loss: pass.loss,
+        in_flight: work.remote.iter().flatten().copied().max().unwrap_or(0),
+        pass: pass.peak.bytes.max(collected) + earlier,
+        pass_peak: if collected > pass.peak.bytes { "gradients, collected".to_string() } else { pass.peak.place },
+        pass_gradients: pass.peak.weight_gradients,
+        update,
+    }
+}
+
+/// Bytes of gradients that are summed over ranks at a time, and as many arrive.
+const REDUCED_AT_A_TIME: u64 = 1 << 30;
+
+fn in_flight(traffic: &super::traffic::RankTraffic) -> u64 {
+    traffic.values().map(|flow| flow.peak).sum()
+}
+
+/// What the rank of these slices works on.
+pub(super) fn work(request: &Request, slices: &Slices) -> Work {
+    let batch = request.batch_rows as u64;
+    let layout = &slices.sharing.layout;
+    let pieces: Vec<u64> = layout.ranges(slices.rank).iter().map(|range| batch * range.len() as u64).collect();
+    let layers = slices.shape.layers.iter().zip(&slices.traffic.layers);
+    let gathered = |mixer: &Mixer| match mixer {
+        Mixer::Attention(attention) if attention.keys == KeyRole::Lends => {
+            let hops = &slices.sharing.plans[&attention.rule].hops[slices.rank];
+            batch * hops.iter().map(|[_, received]| *received as u64).sum::<u64>()
+        }
+        _ => 0,
+    };
+    Work {
+        numbers: Numbers { number: number(request.dtype), cpu: request.device.is_cpu },
+        local_tokens: pieces.iter().sum(),
+        full_tokens: batch * request.seq_len as u64,
+        padded_tokens: batch * layout.padded_len() as u64,
+        pieces,
+        soft_tokens: request.soft_tokens() as u64,
+        text_trained: !request.freeze.contains(&Part::Text),
+        vision_trained: request.lora_rank.is_none() && !request.freeze.contains(&Part::Vision),
+        lora_rank: request.lora_rank.map(|rank| rank as u64),
+        recompute: request.recompute,
+        gathered_keys: layers.clone().map(|(layer, _)| gathered(&layer.mixer)).collect(),
+        remote: layers.map(|(_, traffic)| [0, 1].map(|pass| in_flight(&traffic[slices.rank][pass]))).collect(),
+        batch,
+    }
+}

@@ -1,0 +1,130 @@
+//! Planned memory is what real runs hold: tensors exactly, passes within a factor of what an allocator counts.
+
+#[path = "../../candle-cp/tests/common/counting.rs"]
+mod counting;
+mod planner_run;
+
+use std::sync::Mutex;
+
+use candle_core::{Device, Tensor};
+use candle_cp::comm::threads;
+use candle_cp::{CpContext, Tokens};
+use candle_cp_layers::{LoadOptions, LoraOptions, Part, Weights};
+use candle_finetune::planner::{Request, plan};
+use candle_finetune::{AdamW, AdamWConfig};
+use planner_run::{batch, checkpoint, local_gradients, model, request, weights};
+
+/// The allocator counts the whole process.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn bytes<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> u64 {
+    tensors.map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum()
+}
+
+/// Weights as a run has them: with adapters or frozen parts.
+fn start(name: &str, request: &Request) -> Weights {
+    let config = model(name).config;
+    let Some(rank) = request.lora_rank else {
+        return weights(name, config.as_ref(), &LoadOptions::new().freeze(request.freeze.iter().copied()));
+    };
+    let mut weights = weights(name, config.as_ref(), &LoadOptions::new());
+    weights.add_lora(config.as_ref(), &LoraOptions::new(rank, rank as f64), 1).unwrap();
+    weights
+}
+
+#[test]
+fn parameters_gradients_and_optimizer_are_the_sums_of_their_tensors() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    for name in ["gemma4-dense", "gemma4-moe", "gemma4-effective", "gemma4-unified", "qwen3_5-dense", "qwen3_5-moe"] {
+        for (freeze, lora_rank) in [(None, None), (Some(Part::Vision), None), (None, Some(3))] {
+            let request = Request { lora_rank, freeze: freeze.into_iter().collect(), ..request(64, 1) };
+            let planned = plan(&model(name), &request).unwrap();
+            let weights = start(name, &request);
+            let what = format!("{name}, {freeze:?}, {lora_rank:?}");
+            let trained = bytes(weights.variables().values().map(|variable| variable.as_tensor()));
+            assert_eq!(planned.parameters.all_trained() * 4, trained, "{what}");
+            let loaded: u64 = all_tensors(name).iter().map(|(_, numbers)| numbers * 4).sum();
+            let adapters = if lora_rank.is_some() { trained } else { 0 };
+            assert_eq!(planned.memory.parameters, loaded + adapters, "{what}");
+            assert_eq!(planned.memory.gradients, trained, "{what}");
+            let optimizer = AdamW::new(weights.variables(), AdamWConfig::default()).unwrap();
+            let moments = bytes(optimizer.moments().values().flat_map(|moments| [&moments.mean, &moments.square]));
+            assert_eq!((planned.memory.moments, planned.memory.masters), (moments, 0), "{what}");
+        }
+    }
+}
+
+/// Names and numbers of what a model reads, from the file and not from the table that the planner counts.
+fn all_tensors(name: &str) -> Vec<(String, u64)> {
+    let bytes = std::fs::read(checkpoint(name).join("model.safetensors")).unwrap();
+    let tensors = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).unwrap();
+    let read: Vec<String> = model(name)
+        .config
+        .tensors()
+        .into_iter()
+        .filter(|spec| spec.role != candle_cp_layers::Role::Unused)
+        .map(|spec| spec.name)
+        .collect();
+    let stem = |name: &str| name.split(".experts.").next().unwrap_or(name).to_string();
+    let is_read = |name: &String| {
+        read.iter().any(|other| other == name || (name.contains(".experts.") && stem(other) == stem(name)))
+    };
+    tensors
+        .into_iter()
+        .filter(|(name, _)| is_read(name))
+        .map(|(name, tensor)| (name, tensor.elem_count() as u64))
+        .collect()
+}
+
+/// The most bytes beyond those held before that forward, backward and the collection of gradients take on one rank.
+fn measured(name: &str, request: &Request) -> u64 {
+    let config = model(name).config;
+    let batch = batch(config.as_ref(), request);
+    let run = threads::run(1, &threads::Options::default(), |comm| {
+        let weights = start(name, request);
+        let model = config.model(&weights)?;
+        let tokens: Tokens = batch.tokens()?;
+        let layout = candle_cp::SequenceLayout::contiguous(tokens.len(), 1)?;
+        let context = CpContext::new(comm, layout, tokens)?;
+        let pass = || local_gradients((model.as_ref(), &weights), &batch, &context, request.recompute);
+        pass()?; // plans and pools are made the first time
+        let held = counting::reset_peak();
+        pass()?;
+        Ok::<_, candle_finetune::Error>((counting::peak() - held) as u64)
+    });
+    run.unwrap()[0]
+}
+
+#[test]
+fn passes_need_what_was_planned() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut table = String::new();
+    let mut worst: f64 = 1.0;
+    for name in ["gemma4-dense", "gemma4-moe", "gemma4-effective", "gemma4-unified", "qwen3_5-dense", "qwen3_5-moe"] {
+        for (seq_len, recompute, pictures, lora_rank) in [
+            (640, false, 0, None),
+            (640, true, 0, None),
+            (1920, false, 0, None),
+            (1920, true, 0, None),
+            (960, false, 16, None),
+            (960, false, 0, Some(4)),
+            (960, true, 0, Some(4)),
+        ] {
+            let picture_tokens = if pictures > 0 { 4 } else { 0 };
+            let request = Request { recompute, pictures, picture_tokens, lora_rank, ..request(seq_len, 1) };
+            let planned = plan(&model(name), &request).unwrap().memory;
+            let found = measured(name, &request);
+            let ratio = planned.pass as f64 / found as f64;
+            worst = worst.max(ratio).max(1.0 / ratio);
+            table += &format!(
+                "{name}, {seq_len} tokens, recompute {recompute}, {pictures} pictures, lora {lora_rank:?}: planned {:.2} MiB ({}, kept \
+                 {:.2}), measured {:.2}: {ratio:.3}\n",
+                planned.pass as f64 / 1048576.0,
+                planned.pass_peak,
+                planned.kept as f64 / 1048576.0,
+                found as f64 / 1048576.0,
+            );
+        }
+    }
+    assert!(worst <= 1.15, "off by a factor of {worst:.3}:\n{table}");
+}
