@@ -14,6 +14,10 @@ use crate::optimizer::state_dtype;
 /// Bytes of gradients from which on a bucket takes no further parameter: there has to be room for some copies of a bucket.
 const BUCKET_BYTES: usize = 32 << 20;
 
+/// Buckets that may be on their way between ranks at a time: one travels while the next is made, and the room for more would
+/// be as large as all gradients.
+pub(crate) const ON_THE_WAY: usize = 2;
+
 /// Which elements of each parameter, as they lie in memory, are a rank's own; parameters of which it has none are left out.
 pub type Owned = BTreeMap<String, Range<usize>>;
 

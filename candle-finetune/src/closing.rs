@@ -15,6 +15,8 @@ pub struct Closing<'a> {
     pub history: &'a History,
     /// Steps that were wanted.
     pub steps: usize,
+    /// The most resident bytes of each process, by rank; of one process the history tells.
+    pub peaks: &'a [u64],
     /// Samples that were left out for the length of a row.
     pub samples_dropped: usize,
     /// Samples that were cut to the length of a row.
@@ -35,7 +37,11 @@ impl fmt::Display for Closing<'_> {
             let text = format!("{:.4} at last, best {:.4} after step {}", last.val_loss, best.val_loss, best.step);
             lines.push(("val loss", text));
         }
-        if let Some(bytes) = self.history.steps.iter().filter_map(|report| report.memory.peak_memory_bytes).max() {
+        if self.peaks.len() > 1 {
+            let each: Vec<String> = self.peaks.iter().map(|&bytes| BinaryBytes(bytes).to_string()).collect();
+            lines.push(("memory", format!("at most, by rank: {}", each.join(", "))));
+        } else if let Some(bytes) = self.history.steps.iter().filter_map(|report| report.memory.peak_memory_bytes).max()
+        {
             lines.push(("memory", format!("{} at most", BinaryBytes(bytes))));
         }
         lines.extend(self.samples());
@@ -107,7 +113,14 @@ mod tests {
             validations: vec![validation_report(600, 0.75), validation_report(1200, 1.0)],
         };
         let files = [("checkpoint", PathBuf::from("runs/a/checkpoint")), ("metrics", "runs/a/metrics.jsonl".into())];
-        let closing = Closing { history: &history, steps: 1200, samples_dropped: 1, samples_cut: 1001, files: &files };
+        let closing = Closing {
+            history: &history,
+            steps: 1200,
+            peaks: &[],
+            samples_dropped: 1,
+            samples_cut: 1001,
+            files: &files,
+        };
         let expected = "\
 trained:     1,200 steps, 1.50 epochs, 1,234,100 tokens in 00:12:05 (1,702 tokens/s)
 loss:        2.5000 at first, 0.5000 at last
@@ -126,7 +139,7 @@ metrics:     runs/a/metrics.jsonl
     #[test]
     fn what_is_not_known_is_left_out() {
         let history = History::default();
-        let closing = Closing { history: &history, steps: 5, samples_dropped: 0, samples_cut: 0, files: &[] };
+        let closing = Closing { history: &history, steps: 5, peaks: &[], samples_dropped: 0, samples_cut: 0, files: &[] };
         assert_eq!(closing.to_string(), "trained:  0 of 5 steps\n");
         let one = StepReport { epoch: None, memory: Memory::default(), seconds: 0.0, ..step_report(1, 2.5) };
         let history = History { steps: vec![one], validations: vec![validation_report(1, f64::NAN)] };

@@ -11,6 +11,7 @@ use crate::config::Config;
 use crate::device::ComputeDevice;
 use crate::error::{Error, Result};
 use crate::job::Job;
+use crate::memory::Memory;
 
 /// The ranks of a run.
 #[derive(Debug, Clone)]
@@ -186,6 +187,12 @@ impl Ranks {
             }
         }
         Ok(())
+    }
+
+    /// The most resident bytes of each process, in rank order; 0 where the system does not tell.
+    pub(crate) fn peak_memory(&self) -> Result<Vec<u64>> {
+        let mine = Memory::now().peak_memory_bytes.unwrap_or(0);
+        Ok(self.texts(&mine.to_string())?.iter().map(|text| text.parse().unwrap_or(0)).collect())
     }
 
     /// One text from each process, in rank order.

@@ -248,18 +248,19 @@ impl Run<'_> {
         if !trained.stopped {
             ranks.on_first(|| job.write_outputs(config, &trained.weights))?;
         }
+        let peaks = ranks.peak_memory()?;
         // Other processes know what they saw.
         let history = history.unwrap_or_else(|| History { steps: trained.reports.clone(), validations: Vec::new() });
         let summary = Summary::new(job, config, &trained, &history, began.elapsed());
         if ranks.is_first() {
-            tell(&closing(config, job, &summary, &history));
+            tell(&closing(config, job, &summary, (&history, &peaks)));
         }
         Ok(summary)
     }
 }
 
 /// What a person is told at the end.
-fn closing(config: &Config, job: &Job, summary: &Summary, history: &History) -> String {
+fn closing(config: &Config, job: &Job, summary: &Summary, (history, peaks): (&History, &[u64])) -> String {
     let mut files = match summary.stopped {
         true => vec![("checkpoints", config.out.join(CHECKPOINTS_FOLDER))],
         false => job.outputs(config),
@@ -270,7 +271,7 @@ fn closing(config: &Config, job: &Job, summary: &Summary, history: &History) -> 
         files.push(("TensorBoard", config.out.join(TENSORBOARD_FOLDER)));
     }
     let Summary { samples_dropped, samples_cut, .. } = *summary;
-    Closing { history, steps: job.steps(), samples_dropped, samples_cut, files: &files }.to_string()
+    Closing { history, steps: job.steps(), peaks, samples_dropped, samples_cut, files: &files }.to_string()
 }
 
 fn open(config: &Config) -> Result<Saves> {

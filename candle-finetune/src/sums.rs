@@ -9,14 +9,10 @@ use candle_cp::Communicator;
 use candle_cp::comm::{Reducing, Traffic, share};
 use candle_cp_layers::GradientSink;
 
-use crate::buckets::{Bucket, Buckets};
+use crate::buckets::{Bucket, Buckets, ON_THE_WAY};
 use crate::error::Result;
 use crate::gradients::{Gradients, sum_of_squares};
 use crate::optimizer::state_dtype;
-
-/// Sums that may be on their way at a time: one travels while the gradients of the next are computed, and the room for more
-/// would be as large as all gradients.
-const ON_THE_WAY: usize = 2;
 
 /// Gradients of one step on one rank. A bucket's sum begins when backward is through with its layers, if these are
 /// recomputed, and otherwise at the end.

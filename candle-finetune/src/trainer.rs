@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_cp::comm::{Mesh, Row, Traffic};
 use candle_cp::{Communicator, CpContext, ShardedLabels};
 use candle_cp_layers::{LoraReport, Recompute, Weights};
+use indicatif::BinaryBytes;
 
 use crate::agreement::{Totals, agree};
 use crate::buckets::Buckets;
@@ -17,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::family::VlmModel;
 use crate::gradients::Gradients;
 use crate::job::Job;
+use crate::jsonl::counted;
 use crate::memory::Memory;
 use crate::optimizer::{AdamW, Optimizer, Spread};
 use crate::packing::Batch;
@@ -256,12 +258,30 @@ impl<'a> Trainer<'a> {
         &self.optimizer
     }
 
-    /// What a user should know about the weights.
+    /// What a user should know about the weights, and what this rank holds of them.
     pub fn notices(&self) -> Vec<String> {
-        let notices = self.weights.notices().iter().map(ToString::to_string);
+        let notices = self.weights.notices().iter().map(ToString::to_string).chain([self.held()]);
         let adapters =
             self.adapters.iter().flat_map(|report| report.to_string().lines().map(str::to_string).collect::<Vec<_>>());
         notices.chain(adapters).collect()
+    }
+
+    /// Bytes between steps.
+    fn held(&self) -> String {
+        let bytes = |tensor: &Tensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
+        let variables = self.weights.variables().values().map(|var| var.as_tensor());
+        let weights: usize =
+            variables.chain(self.weights.buffers().values()).chain(self.weights.frozen().values()).map(bytes).sum();
+        let state = self.optimizer.own().state_bytes();
+        let share = match self.optimizer {
+            Optimizer::Whole(_) => String::new(),
+            Optimizer::Spread(_) => format!(", its share among {}", counted(self.mesh.world().size(), "rank")),
+        };
+        format!(
+            "memory of a rank between steps: {} of weights, {} of optimizer state{share}",
+            BinaryBytes(weights as u64),
+            BinaryBytes(state as u64)
+        )
     }
 
     /// Seconds since this trainer was made.

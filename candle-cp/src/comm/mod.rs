@@ -1,4 +1,4 @@
-//! How ranks talk: a small trait, one rank alone, ranks as threads, and how ranks that are processes meet.
+//! How ranks talk: a small trait; one rank alone, ranks as threads, and as processes over MPI or NCCL; groups of them.
 
 mod collectives;
 mod counters;

@@ -1,18 +1,18 @@
 //! An optimizer whose state is spread over ranks (ZeRO, stage 1): each moves its own elements of the parameters and hands
 //! them to the others.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor, Var};
 use candle_cp::Communicator;
-use candle_cp::comm::{Expected, Tag, Traffic, share};
+use candle_cp::comm::{Expected, Gathering, Tag, Traffic, share};
 
 use super::state::{self, Entry, MASTER, MEAN, SQUARE};
 use super::{AdamW, AdamWConfig, needs_master, part_of, state_dtype, write};
-use crate::buckets::{Bucket, Buckets};
+use crate::buckets::{Bucket, Buckets, ON_THE_WAY};
 use crate::error::Result;
 use crate::gradients::Gradients;
 
@@ -67,20 +67,27 @@ impl Spread {
     pub fn step(&mut self, gradients: &Gradients, rate: f64) -> Result<()> {
         self.own.step(gradients, rate)?;
         let (rank, size) = (self.comm.rank(), self.comm.size());
-        let mut on_the_way = Vec::new();
+        let mut on_the_way = VecDeque::new();
         for bucket in self.buckets.all() {
+            if on_the_way.len() == ON_THE_WAY {
+                self.take_in(on_the_way.pop_front().expect("there are some"))?;
+            }
             let parts = bucket.parts(share(bucket.count, size, rank)).map(|(name, range, _)| self.part(name, &range));
             let flat = match parts.collect::<Result<Vec<_>>>()?.as_slice() {
                 [] => Tensor::zeros(0, bucket.dtype, &self.device())?,
                 parts => Tensor::cat(parts, 0)?,
             };
-            on_the_way.push(self.comm.start_all_gather(&flat, 0, Traffic::Gather)?);
+            on_the_way.push_back((bucket, self.comm.start_all_gather(&flat, 0, Traffic::Gather)?));
         }
-        for (bucket, gathering) in self.buckets.all().iter().zip(on_the_way) {
-            for (owner, flat) in gathering.finish()?.iter().enumerate().filter(|(owner, _)| *owner != rank) {
-                for (name, range, place) in bucket.parts(share(bucket.count, size, owner)) {
-                    write(&self.part(name, &range)?, &flat.narrow(0, place.start, place.len())?)?;
-                }
+        on_the_way.into_iter().try_for_each(|gathered| self.take_in(gathered))
+    }
+
+    /// Waits for the elements of other ranks.
+    fn take_in(&self, (bucket, gathering): (&Bucket, Gathering)) -> Result<()> {
+        let (rank, size) = (self.comm.rank(), self.comm.size());
+        for (owner, flat) in gathering.finish()?.iter().enumerate().filter(|(owner, _)| *owner != rank) {
+            for (name, range, place) in bucket.parts(share(bucket.count, size, owner)) {
+                write(&self.part(name, &range)?, &flat.narrow(0, place.start, place.len())?)?;
             }
         }
         Ok(())

@@ -3,7 +3,7 @@
 use crate::family::{AttentionShape, DecoderLayerShape, DecoderShape, KeyRole, Mixer};
 
 use super::layers::{Layers, Numbers, WIDE};
-use super::tape::{Meter, Part, Rule, Stage, Tape, Value};
+use super::tape::{Giving, Meter, Part, Rule, Stage, Tape, Value};
 use super::tower::tower;
 
 /// What one rank works on.
@@ -24,11 +24,20 @@ pub(super) struct Work {
     pub vision_trained: bool,
     pub lora_rank: Option<u64>,
     pub recompute: bool,
+    /// Ranks that sum gradients.
+    pub ranks: u64,
     /// By layer: keys of other ranks that lending layers keep, and remote bytes that are held in forward and backward.
     pub gathered_keys: Vec<u64>,
     pub remote: Vec<[u64; 2]>,
     /// Batch rows.
     pub batch: u64,
+}
+
+impl Work {
+    /// Bytes of a number in the gradient of something trained: adapters are f32.
+    pub fn gradient_number(&self) -> u64 {
+        if self.lora_rank.is_some() { WIDE } else { self.numbers.number }
+    }
 }
 
 /// What a pass needs.
@@ -42,8 +51,10 @@ pub(super) struct PassMemory {
     pub before_decoder: u64,
     /// Of these, of the vision tower.
     pub vision: u64,
-    /// Gradients of all weights, in the type of the weights.
+    /// Gradients of weights that are not summed before the end of backward, in the type of the weights.
     pub weight_gradients: u64,
+    /// Shares of sums that have begun before, f32.
+    pub shares: u64,
     /// The head's loss: logits of a chunk and what is computed with them, gradients of head and hidden states included.
     pub loss: u64,
 }
@@ -62,7 +73,8 @@ pub(super) fn pass_memory(shape: &DecoderShape, work: &Work) -> PassMemory {
     let hidden = decoder(&mut tape, shape, work, local);
     let head = if shape.tied { table } else { tape.weight(table_bytes, trained) };
     let (loss, loss_bytes) = loss(&mut tape, shape, work, (hidden, head));
-    let mut meter = Meter::default();
+    let giving = Giving { widths: [work.gradient_number(), WIDE], ranks: work.ranks };
+    let mut meter = Meter::new(work.recompute.then_some(giving));
     tape.forward(&mut meter);
     tape.backward(&mut meter, &[loss], true);
     let weight_gradients = meter.weight_gradients;
@@ -72,6 +84,7 @@ pub(super) fn pass_memory(shape: &DecoderShape, work: &Work) -> PassMemory {
         before_decoder,
         vision,
         weight_gradients,
+        shares: meter.shares,
         loss: loss_bytes,
     }
 }

@@ -67,7 +67,7 @@ pub struct Memory {
     pub moments: u64,
     /// Copies of short weights in f32.
     pub masters: u64,
-    /// Summed gradients in f32.
+    /// Summed gradients in f32 that the optimizer takes: all, or this rank's share.
     pub gradients: u64,
     /// What forward keeps for backward; with and without recomputation in the plan's other values.
     pub kept: u64,
@@ -123,13 +123,21 @@ pub(super) fn memory(parameters: &Parameters, request: &Request, shape: &Decoder
     let short = if number < WIDE { parameters.trained } else { 0 };
     // Short gradients and their f32 copies exist side by side while the last batch's graph is still there; sums of
     // earlier batches are held all the time.
-    let copies = if number < WIDE { parameters.trained * WIDE } else { 0 };
-    let collected = pass.kept + pass.weight_gradients + copies;
+    let late = pass.weight_gradients / work.gradient_number() * WIDE;
+    let copies = if work.gradient_number() < WIDE { late } else { 0 };
+    let collected = pass.kept + pass.weight_gradients + copies + pass.shares;
     let earlier = if request.accumulate > 1 { trained * WIDE } else { 0 };
-    let gradients = trained * WIDE;
-    // One flat buffer at most is sent and summed; a parameter's update takes three tensors of its size.
-    let reduction = if request.ranks() > 1 { 2 * gradients.min(REDUCED_AT_A_TIME) } else { 0 };
-    let update = gradients + reduction.max(3 * parameters.largest * WIDE);
+    let ranks = request.ranks() as u64;
+    // A bucket end to end and what comes of it from other ranks.
+    let largest = parameters.largest * WIDE;
+    let bucket = if ranks > 1 { 2 * largest } else { largest };
+    let share = (trained * WIDE).div_ceil(ranks);
+    let gradients = if request.zero { share } else { trained * WIDE };
+    // The last sums; then an update takes three tensors of a parameter's size, or two buckets of new weights travel.
+    let update = match request.zero {
+        true => share + (late + bucket).max(2 * bucket),
+        false => share + (late + bucket).max(gradients + 3 * largest),
+    };
     Memory {
         parameters: parameters.loaded * number + parameters.adapters * WIDE,
         moments: 2 * (trained * WIDE).div_ceil(shards),
@@ -146,9 +154,6 @@ pub(super) fn memory(parameters: &Parameters, request: &Request, shape: &Decoder
         update,
     }
 }
-
-/// Bytes of gradients that are summed over ranks at a time, and as many arrive.
-const REDUCED_AT_A_TIME: u64 = 1 << 30;
 
 fn in_flight(traffic: &super::traffic::RankTraffic) -> u64 {
     traffic.values().map(|flow| flow.peak).sum()
@@ -178,6 +183,7 @@ pub(super) fn work(request: &Request, slices: &Slices) -> Work {
         vision_trained: request.lora_rank.is_none() && !request.freeze.contains(&Part::Vision),
         lora_rank: request.lora_rank.map(|rank| rank as u64),
         recompute: request.recompute,
+        ranks: request.ranks() as u64,
         gathered_keys: layers.clone().map(|(layer, _)| gathered(&layer.mixer)).collect(),
         remote: layers.map(|(_, traffic)| [0, 1].map(|pass| in_flight(&traffic[slices.rank][pass]))).collect(),
         batch,

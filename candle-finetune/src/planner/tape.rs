@@ -85,13 +85,28 @@ pub(super) struct Peak {
     pub place: String,
 }
 
+/// What becomes of gradients of recomputed layers that backward is through with: they are summed over ranks, in f32, and a
+/// share stays.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Giving {
+    /// Bytes of a gradient in the type of the weights and in that of the sums.
+    pub widths: [u64; 2],
+    pub ranks: u64,
+}
+
 /// Counts what is held.
 #[derive(Debug, Default)]
 pub(super) struct Meter {
     live: u64,
     kept: u64,
-    /// Gradients of weights, by now.
+    /// Gradients of weights that are not summed yet, by now.
     pub weight_gradients: u64,
+    /// Shares of sums of those that were given away, by now.
+    pub shares: u64,
+    giving: Option<Giving>,
+    /// Of `weight_gradients`, those within recomputed parts.
+    inside: u64,
+    layer: Option<Arc<str>>,
     pass: &'static str,
     section: Option<Arc<str>>,
     pub peak: Peak,
@@ -100,6 +115,27 @@ pub(super) struct Meter {
 }
 
 impl Meter {
+    pub fn new(giving: Option<Giving>) -> Self {
+        Self { giving, ..Self::default() }
+    }
+
+    /// Backward comes to a recomputed part of a layer, by its section.
+    fn enter(&mut self, section: &Arc<str>) {
+        let Some(Giving { widths: [narrow, wide], ranks }) = self.giving else { return };
+        let layer = |section: &Arc<str>| section.split(',').next().unwrap_or_default().to_string();
+        if self.layer.replace(section.clone()).is_none_or(|before| layer(&before) == layer(section)) {
+            return;
+        }
+        let given = std::mem::take(&mut self.inside);
+        // End to end for the sum, and what comes from other ranks.
+        let sum = given / narrow * wide;
+        self.spike(if ranks > 1 { 2 * sum } else { sum });
+        self.weight_gradients -= given;
+        self.sub(given);
+        self.shares += sum / ranks;
+        self.add(sum / ranks);
+    }
+
     pub fn add(&mut self, bytes: u64) {
         self.live += bytes;
         if self.live > self.peak.bytes {
@@ -269,7 +305,12 @@ impl Tape {
                     meter.release(op.saved);
                 }
                 Rule::Again(part) => {
+                    if names {
+                        meter.enter(&op.section);
+                    }
+                    let before = meter.weight_gradients;
                     part.backward(meter, incoming);
+                    meter.inside += meter.weight_gradients - before;
                     wanted.iter().for_each(|&arg| self.accumulate(meter, &mut gradients, arg));
                     meter.sub(part.inputs_bytes());
                 }
