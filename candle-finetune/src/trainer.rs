@@ -212,7 +212,11 @@ impl<'a> Trainer<'a> {
         }
         let shares = shares.clip(grad_norm, self.config.max_grad_norm)?;
         match &mut self.optimizer {
-            Optimizer::Whole(optimizer) => optimizer.step(&shares.whole(self.weights.variables())?, lr)?,
+            Optimizer::Whole(optimizer) => {
+                let whole = shares.whole(self.weights.variables())?;
+                drop(shares);
+                optimizer.step(&whole, lr)?;
+            }
             Optimizer::Spread(spread) => spread.step(&shares.own()?, lr)?,
         }
         drop(optimizer);

@@ -136,7 +136,7 @@ pub(super) fn memory(parameters: &Parameters, request: &Request, shape: &Decoder
     // The last sums; then an update takes three tensors of a parameter's size, or two buckets of new weights travel.
     let update = match request.zero {
         true => share + (late + bucket).max(2 * bucket),
-        false => share + (late + bucket).max(gradients + 3 * largest),
+        false => (share + (late + bucket).max(gradients + largest)).max(gradients + 3 * largest),
     };
     Memory {
         parameters: parameters.loaded * number + parameters.adapters * WIDE,
