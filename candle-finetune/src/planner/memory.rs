@@ -131,12 +131,14 @@ pub(super) fn memory(parameters: &Parameters, request: &Request, shape: &Decoder
     // A bucket end to end and what comes of it from other ranks.
     let largest = parameters.largest * WIDE;
     let bucket = if ranks > 1 { 2 * largest } else { largest };
+    // One rank's share is all there is.
+    let (gathered, from_share) = if ranks > 1 { (largest, (trained * WIDE).div_ceil(ranks)) } else { (0, 0) };
     let share = (trained * WIDE).div_ceil(ranks);
     let gradients = if request.zero { share } else { trained * WIDE };
     // The last sums; then an update takes three tensors of a parameter's size, or two buckets of new weights travel.
     let update = match request.zero {
         true => share + (late + bucket).max(2 * bucket),
-        false => (share + (late + bucket).max(gradients + largest)).max(gradients + 3 * largest),
+        false => (from_share + (late + bucket).max(gradients + gathered)).max(gradients + 3 * largest),
     };
     Memory {
         parameters: parameters.loaded * number + parameters.adapters * WIDE,
