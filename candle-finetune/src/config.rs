@@ -26,8 +26,8 @@ use crate::optimizer::AdamWConfig;
 use crate::schedule::ScheduleKind;
 use crate::transport::Transport;
 
-/// Most ranks that one process may start as threads.
-const MAX_RANKS: usize = 64;
+/// Most ranks that share a sequence.
+const MAX_RANKS: usize = 4096;
 /// Most replicas of a model.
 const MAX_REPLICAS: usize = 4096;
 /// Longest deadline in seconds, ten days: clocks can still add it up.

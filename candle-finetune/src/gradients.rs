@@ -39,20 +39,6 @@ impl Gradients {
         &self.named
     }
 
-    /// The sum of two sets of gradients of the same parameters.
-    ///
-    /// # Errors
-    /// A tensor operation failed.
-    ///
-    /// # Panics
-    /// The parameters differ.
-    pub fn plus(self, other: &Self) -> Result<Self> {
-        assert!(self.named.keys().eq(other.named.keys()), "gradients of different parameters");
-        let sums = self.named.into_iter().zip(other.named.values());
-        let sums = sums.map(|((name, mine), other)| Ok((name, (mine + other)?)));
-        Ok(Self { named: sums.collect::<Result<_>>()? })
-    }
-
     /// The sum over ranks, the same bits on every rank. One exchange per type: the gradients travel as one buffer, in
     /// name order.
     ///

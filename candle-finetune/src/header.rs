@@ -13,12 +13,16 @@ impl Job {
             config.model.as_ref().map_or("from nothing".to_string(), |model| format!("from {}", model.display()));
         let what = match self.device().is_cpu() {
             true => format!("CPU, {}; attention: {}", self.cpus.line(), instructions()),
-            false if config.cp > 1 => format!("NVIDIA GPU, one for each rank; {}", self.cpus.line()),
+            false if config.ranks() > 1 => format!("NVIDIA GPU, one for each rank; {}", self.cpus.line()),
             false => format!("NVIDIA GPU; {}", self.cpus.line()),
         };
         let device = match config.launch.place() {
             Some(place) => format!("{what}; {place}"),
             None => what,
+        };
+        let replicas = match config.replicas() {
+            1 => String::new(),
+            replicas => format!(" for each of {replicas} replicas"),
         };
         let mut lines = vec![
             ("model", format!("{}, {from}", self.model.title())),
@@ -26,12 +30,12 @@ impl Job {
             (
                 "run",
                 format!(
-                    "{} of {} x {} x {} tokens, {} ({})",
+                    "{} of {} x {} x {} tokens{replicas}, {} ({})",
                     counted(self.steps(), "step"),
                     counted(config.accumulate, "batch"),
                     counted(config.batch_rows, "row"),
                     config.seq_len,
-                    counted(config.cp, "rank"),
+                    counted(config.ranks(), "rank"),
                     config.layout
                 ),
             ),

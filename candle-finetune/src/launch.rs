@@ -17,6 +17,9 @@ use crate::transport::Transport;
 #[cfg(test)]
 mod tests;
 
+/// Most ranks that one process may have as threads.
+const MOST_THREADS: usize = 64;
+
 /// What was said about this process by whoever started it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Launch {
@@ -57,9 +60,9 @@ impl Launch {
         self.place.as_ref().is_none_or(|place| place.rank == 0)
     }
 
-    /// Whether a launcher started this process as one of several.
-    pub fn is_one_of_several(&self) -> bool {
-        self.place.as_ref().is_some_and(|place| place.size > 1)
+    /// Processes that a launcher has started, if one has.
+    pub fn size(&self) -> Option<usize> {
+        self.place.as_ref().map(|place| place.size)
     }
 
     /// Sets up this process for its ranks, as [`candle_cp::prepare_process`] and [`candle_cp::prepare_rank_process`] do.
@@ -130,10 +133,15 @@ impl Launch {
 }
 
 fn threads(config: &Config) -> Result<Choice<'static>> {
-    let (cp, device) = (config.cp, config.device);
-    if cp > 1 && device != ComputeDevice::Cpu {
+    let (cp, dp, device) = (config.cp, config.replicas(), config.device);
+    let (flag, given) = if cp > 1 { ("--cp", cp) } else { ("--dp", dp) };
+    if config.ranks() > 1 && device != ComputeDevice::Cpu {
         let allowed = format!("1 in one process beside --device {device}: on several GPUs each rank is a process");
-        return Err(Error::flag("--cp", cp, allowed, format!("use --cp 1, or {}", start_nccl(config))));
+        return Err(Error::flag(flag, given, allowed, format!("use {flag} 1, or {}", start_nccl(config))));
+    }
+    if config.ranks() > MOST_THREADS {
+        let allowed = format!("what makes at most {MOST_THREADS} ranks in one process, where each is a thread");
+        return Err(Error::flag(flag, given, allowed, "use fewer, or start a process for each rank with mpirun"));
     }
     Ok(Choice::Threads)
 }
@@ -223,13 +231,13 @@ fn mpirun(config: &Config, size: usize) -> String {
 }
 
 fn start_nccl(config: &Config) -> String {
-    let (cp, program) = (config.cp, program(config));
+    let (cp, ranks, program) = (config.cp, config.ranks(), program(config));
     let build = match cfg!(feature = "nccl") {
         true => String::new(),
         false => format!("build with cargo build --release --features nccl --example {program} and "),
     };
     format!(
-        "{build}start torchrun --no-python --nproc-per-node {cp} target/release/examples/{program} --device cuda --cp {cp}"
+        "{build}start torchrun --no-python --nproc-per-node {ranks} target/release/examples/{program} --device cuda --cp {cp}"
     )
 }
 

@@ -134,9 +134,8 @@ pub fn layered_settings(
                 true => resumed_settings(&asked.out)?,
                 false => last_settings(&asked.out, Saves::peek(&asked.out.join(CHECKPOINTS_FOLDER))?)?,
             };
-            if launch.is_one_of_several() {
-                // As many as there are processes for now.
-                last.dp = None;
+            if let Some(size) = launch.size().filter(|&size| size > 1) {
+                last = with_processes(last, size, flags)?;
             }
             given(last)?
         }
@@ -145,6 +144,19 @@ pub fn layered_settings(
     // The run that goes on may be one of threads.
     let launch = if config.comm == Transport::Threads { Launch::alone() } else { launch };
     Ok(Config { launch, ..config })
+}
+
+/// The settings of a run that goes on with as many replicas as there are processes for now, each of which accumulates as many
+/// batches as keep the number in a step.
+fn with_processes(last: Config, size: usize, flags: &[(&str, &str)]) -> Result<Config> {
+    let mut next = last.clone();
+    flags.iter().filter(|(name, _)| ["parallel.cp", "--cp"].contains(name)).try_for_each(|(n, v)| next.set(n, v))?;
+    let (batches, replicas) = (last.accumulate * last.replicas(), size / next.cp);
+    next.dp = None;
+    if size.is_multiple_of(next.cp) && batches.is_multiple_of(replicas) {
+        next.accumulate = batches / replicas;
+    }
+    Ok(next)
 }
 
 /// The settings of the run in a folder, for [`resume`]; `out` is that folder.

@@ -28,8 +28,10 @@ pub struct Summary {
     pub best_val_loss: Option<f64>,
     /// Its step.
     pub best_step: Option<usize>,
-    /// Ranks.
+    /// Ranks that share every sequence.
     pub cp: usize,
+    /// Replicas of the model.
+    pub dp: usize,
     /// Layout.
     pub layout: String,
     /// Optimizer steps that are done, those of earlier parts of the run included.
@@ -67,6 +69,7 @@ impl Summary {
             best_val_loss: best.map(|report| report.val_loss),
             best_step: best.map(|report| report.step),
             cp: config.cp,
+            dp: config.replicas(),
             layout: config.layout.to_string(),
             steps: last.map_or(0, |report| report.step),
             stopped: trained.stopped,

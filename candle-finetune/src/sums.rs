@@ -82,15 +82,15 @@ impl Sums {
 
     /// Begins the sum of the next bucket.
     fn begin(&self, state: &mut State) -> Result<()> {
+        if state.on_the_way.len() == ON_THE_WAY {
+            self.take_in(state)?;
+        }
         let bucket = &self.buckets.all()[state.begun];
         let gradients = &mut state.gradients;
         let flat = bucket.flat(state_dtype(bucket.dtype), &self.device, |name| gradients.remove(name))?;
         state.on_the_way.push_back(self.comm.start_reduce_scatter(&flat, self.traffic)?);
         state.begun += 1;
-        match state.on_the_way.len() > ON_THE_WAY {
-            true => self.take_in(state),
-            false => Ok(()),
-        }
+        Ok(())
     }
 
     /// Waits for the sum that began first.
@@ -120,15 +120,31 @@ impl Sums {
     }
 }
 
-impl GradientSink for Sums {
+/// Takes the gradients of one backward pass layer by layer.
+#[derive(Debug)]
+pub(crate) struct Layers {
+    /// Where they go.
+    pub sums: Arc<Sums>,
+    /// No other pass of the step comes after it, so that a layer's sum can begin.
+    pub last: bool,
+}
+
+impl GradientSink for Layers {
     fn take(&self, layer: usize, gradients: Vec<(Tensor, Tensor)>) -> candle_cp::Result<()> {
-        let mut state = self.lock();
+        let mut state = self.sums.lock();
         for (weight, gradient) in gradients {
-            self.add_one(&mut state, &weight, gradient)?;
+            self.sums.add_one(&mut state, &weight, gradient)?;
         }
+        if self.last { self.sums.begin_above(&mut state, layer) } else { Ok(()) }
+    }
+}
+
+impl Sums {
+    /// Begins the sums of all layers above one.
+    fn begin_above(&self, state: &mut State, layer: usize) -> candle_cp::Result<()> {
         let done = |bucket: &Bucket| bucket.layer.is_some_and(|of| of > layer);
         while self.buckets.all().get(state.begun).is_some_and(done) {
-            self.begin(&mut state).map_err(|error| match error {
+            self.begin(state).map_err(|error| match error {
                 crate::Error::Cp(error) => error,
                 other => candle_core::Error::wrap(other).into(),
             })?;

@@ -25,7 +25,7 @@ use crate::packing::Batch;
 use crate::report::StepReport;
 use crate::saves::Save;
 use crate::schedule::Schedule;
-use crate::sums::{Shares, Sums};
+use crate::sums::{Layers, Shares, Sums};
 
 /// Loss and gradients of the batches of one step, summed over ranks.
 #[derive(Debug, Clone)]
@@ -137,7 +137,7 @@ impl<'a> Trainer<'a> {
         let totals = agree(&self.mesh, self.optimizer.steps() + 1, batches, mine)?;
         let mut loss = Tensor::zeros((), DType::F64, self.job.device())?;
         let sums = Arc::new(self.empty_sums());
-        let (last, replicas) = (shares.len(), self.mesh.replicas());
+        let replicas = self.mesh.replicas();
         for (place, (batch, context, labels)) in shares.into_iter().enumerate() {
             // Every batch of all replicas drops something else, the same whatever the number of replicas.
             let number = (self.optimizer.steps() * self.config.accumulate + place) * replicas + self.mesh.replica();
@@ -147,8 +147,7 @@ impl<'a> Trainer<'a> {
             let labels = ShardedLabels { count: totals.label_tokens, ..labels };
             let recompute = match self.config.recompute {
                 false => Recompute::off(),
-                true if place + 1 < last => Recompute::on(),
-                true => Recompute::into_sink(sums.clone()),
+                true => Recompute::into_sink(Arc::new(Layers { sums: sums.clone(), last: place + 1 == batches.len() })),
             };
             loss = (loss + self.add_gradients(model, batch, &context, &labels, (&recompute, &sums))?)?;
         }

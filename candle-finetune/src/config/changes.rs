@@ -4,7 +4,7 @@ use super::{Config, Setting};
 use crate::error::{Error, Result};
 
 /// What the state of a run means: another value would need another state.
-const FIXED: [&str; 16] = [
+const FIXED: [&str; 15] = [
     "model.dtype",
     "model.freeze",
     "lora.rank",
@@ -16,7 +16,6 @@ const FIXED: [&str; 16] = [
     "data.seq_len",
     "data.truncate",
     "train.batch_rows",
-    "train.accumulate",
     "train.seed",
     "optimizer.beta1",
     "optimizer.beta2",
@@ -41,6 +40,9 @@ const FREE: [&str; 14] = [
     TRACE,
 ];
 
+/// Which together say how many batches a step has; that number may not change.
+const BATCHES: [&str; 2] = ["train.accumulate", "parallel.dp"];
+
 /// What concerns one machine only: where things are on it.
 const PLACES: [&str; 3] = ["model.path", "data.train", "data.validation"];
 /// What only rank 0 uses, but for one: all ranks record.
@@ -56,29 +58,37 @@ impl Config {
         shared.map(|setting| format!("{} = {}", setting.key, text(setting))).collect()
     }
 
+    /// As many batches in a step as before, whatever the number of replicas that share them.
+    fn check_batches(&self, before: &Self) -> Result<()> {
+        let batches = before.accumulate * before.replicas();
+        if self.accumulate * self.replicas() == batches {
+            return Ok(());
+        }
+        let (accumulate, replicas) = (self.accumulate, self.replicas());
+        let allowed = format!("what makes {batches} batches in a step, as the checkpoint was written with");
+        let fix = match batches.is_multiple_of(replicas) {
+            true => format!("use --accumulate {} beside {replicas} replicas of the model", batches / replicas),
+            false => format!("use another number of replicas than {replicas}: a divisor of {batches}"),
+        };
+        Err(Error::flag("--accumulate", accumulate, allowed, fix))
+    }
+
     /// Compares the settings of a run that goes on with those it had: texts about what counts from now on.
     ///
     /// # Errors
     /// A setting that the state of the run depends on has changed.
     pub fn changes_since(&self, before: &Self) -> Result<Vec<String>> {
+        self.check_batches(before)?;
         let mut changes = Vec::new();
         for setting in Self::SETTINGS {
             let text = |config: &Self| (setting.get)(config).map_or("unset".to_string(), |value| value.to_string());
             let (then, now) = (text(before), text(self));
-            if then == now || FREE.contains(&setting.key) {
+            if then == now || FREE.contains(&setting.key) || BATCHES.contains(&setting.key) {
                 continue;
             }
-            // As many batches in a step as before, spread over another number of replicas.
-            let batches = |config: &Self| config.accumulate * config.replicas();
-            let as_many = setting.key == "train.accumulate" && batches(self) == batches(before);
-            if FIXED.contains(&setting.key) && !as_many {
+            if FIXED.contains(&setting.key) {
                 let allowed = format!("{then}, which the checkpoint was written with");
-                let fix = match setting.key {
-                    "train.accumulate" => {
-                        "leave it as it is, or have as many batches in a step: --accumulate times --dp".into()
-                    }
-                    _ => format!("leave {} out to go on, or begin a new run in another --out", setting.name()),
-                };
+                let fix = format!("leave {} out to go on, or begin a new run in another --out", setting.name());
                 return Err(Error::flag(setting.name(), now, allowed, fix));
             }
             changes.push(format!("{} is {now} from now on; until the checkpoint it was {then}", setting.key));

@@ -210,7 +210,8 @@ impl Config {
             key: "train.accumulate",
             flag: Some("--accumulate"),
             value: "N",
-            help: "Batches of a step: their gradients are added, over the learned tokens of all of them [default: 1]",
+            help: "Batches of a step for each replica of the model: their gradients are added, over the learned tokens of all of \
+                   them [default: 1]",
             example: "8",
             set: |config, text| whole(text, 1, MAX_ROWS).map(|batches| config.accumulate = batches),
             get: |config| Some(integer(config.accumulate)),

@@ -54,10 +54,10 @@ fn a_gpu_needs_a_build_for_it() -> Result<()> {
 #[test]
 fn bad_values_name_flag_value_allowed_and_an_example() {
     for (flag, value, allowed, fix) in [
-        ("--cp", "two", "a whole number from 1 to 64", "--cp 2"),
-        ("--cp", "-1", "a whole number from 1 to 64", "--cp 2"),
-        ("--cp", "0", "a whole number from 1 to 64", "--cp 2"),
-        ("--cp", "65", "a whole number from 1 to 64", "--cp 2"),
+        ("--cp", "two", "a whole number from 1 to 4096", "--cp 2"),
+        ("--cp", "-1", "a whole number from 1 to 4096", "--cp 2"),
+        ("--cp", "0", "a whole number from 1 to 4096", "--cp 2"),
+        ("--cp", "4097", "a whole number from 1 to 4096", "--cp 2"),
         ("--device", "gpu", "cpu, cuda, or cuda:N", "--device cuda"),
         ("--layout", "zigzag", "contiguous, head-tail, balanced", "--layout head-tail"),
         ("--steps", "0", "a whole number of at least 1", "--steps 100"),
@@ -89,7 +89,7 @@ fn bad_values_name_flag_value_allowed_and_an_example() {
         assert!(text.contains(allowed) && text.ends_with(&fix), "{text}");
     }
     let error = Config { cp: 0, ..Config::default() }.validate().unwrap_err().to_string();
-    assert!(error.starts_with("--cp \"0\": allowed is a whole number from 1 to 64"), "{error}");
+    assert!(error.starts_with("--cp \"0\": allowed is a whole number from 1 to 4096"), "{error}");
     let error = Config::default().set("--stpes", "3").unwrap_err().to_string();
     assert_eq!(error, "--stpes is no setting of this recipe; the nearest is --steps");
     let error = Config::default().set("--data.learning_rate", "3").unwrap_err().to_string();

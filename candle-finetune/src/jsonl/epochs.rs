@@ -41,4 +41,9 @@ impl Source for Epochs<'_> {
         let index = self.index(place);
         self.lines.sample(index)
     }
+
+    fn sample_len(&mut self, place: Position) -> Result<usize> {
+        let index = self.index(place);
+        Ok(self.lines.lines()[index].encoded.tokens.len())
+    }
 }

@@ -56,4 +56,8 @@ impl Source for InOrder<'_> {
     fn sample(&mut self, place: Position) -> Result<Sample> {
         self.lines.sample(place.taken)
     }
+
+    fn sample_len(&mut self, place: Position) -> Result<usize> {
+        Ok(self.lines.lines()[place.taken].encoded.tokens.len())
+    }
 }

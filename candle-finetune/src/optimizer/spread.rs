@@ -75,6 +75,8 @@ impl Spread {
             let parts = bucket.parts(share(bucket.count, size, rank)).map(|(name, range, _)| self.part(name, &range));
             let flat = match parts.collect::<Result<Vec<_>>>()?.as_slice() {
                 [] => Tensor::zeros(0, bucket.dtype, &self.device())?,
+                // A copy: the memory of the parameter changes while other ranks may still read what was sent.
+                [one] => one.force_contiguous()?,
                 parts => Tensor::cat(parts, 0)?,
             };
             on_the_way.push_back((bucket, self.comm.start_all_gather(&flat, 0, Traffic::Gather)?));
@@ -193,5 +195,36 @@ impl Spread {
             found.map(|(_, range, _)| range)
         };
         self.buckets.all().iter().find_map(of_bucket)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_cp::comm::threads;
+
+    use super::*;
+
+    /// Each share lies within one parameter, whose memory the others must not be handed: they write to theirs meanwhile.
+    #[test]
+    fn ranks_that_write_do_not_wait_for_ranks_that_read() -> Result<()> {
+        let ends = threads::run(3, &threads::Options::default(), |comm| {
+            let var = Var::from_vec((0..96).map(|i| i as f32).collect(), (12, 8), &Device::Cpu)?;
+            let variables = BTreeMap::from([("w".to_string(), var.clone())]);
+            let buckets = Arc::new(Buckets::new(&variables, |_| None));
+            let mut spread = Spread::new(comm.clone(), buckets.clone(), &variables, AdamWConfig::default())?;
+            for step in 0..2000 {
+                let own = buckets.owned(3, comm.rank());
+                let gradient = |range: &Range<usize>| Tensor::full(1.0 + step as f32, range.len(), &Device::Cpu);
+                let gradients = own.iter().map(|(name, range)| Ok((name.clone(), gradient(range)?)));
+                let gradients = Gradients::from_named(gradients.collect::<candle_core::Result<_>>()?);
+                spread.step(&gradients, 1e-3)?;
+            }
+            Ok::<_, crate::Error>(var.flatten_all()?.to_vec1::<f32>()?)
+        })?;
+        assert!(ends[0] == ends[1] && ends[1] == ends[2]);
+        // Equal gradients move all numbers alike, but for what weight decay takes.
+        let moved = |i: usize| i as f32 - ends[0][i];
+        assert!((1..96).all(|i| moved(i) > moved(0)) && moved(0) > 1.0);
+        Ok(())
     }
 }
