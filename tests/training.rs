@@ -129,7 +129,7 @@ fn a_rank_that_fails_in_the_middle_ends_all_ranks_and_is_named() {
 
 #[test]
 fn a_loss_that_is_not_a_number_ends_the_run_and_names_the_step() {
-    let config = short(2);
+    let config = Config { cp: 1, ..short(2) };
     let job = Job::prepare(&config).unwrap();
     let mut trainer = Trainer::new(&job, &config, Arc::new(Local::new())).unwrap();
     let mut batches = job.training(&config);
@@ -171,6 +171,7 @@ fn accumulated_batches_count_every_learned_token_the_same() {
     }
     let whole = joined(&joined(&batches[0], &batches[1]), &batches[2]);
     for cp in [1, 3] {
+        let config = Config { cp, ..config.clone() };
         let both = threads::run(cp, &threads::Options::default(), |comm| {
             let trainer = Trainer::new(&job, &config, comm)?;
             Ok::<_, Error>((trainer.gradients(&batches)?, trainer.gradients(std::slice::from_ref(&whole))?))

@@ -140,6 +140,7 @@ pub(crate) fn train_on(
         }
         if trainer.comm().rank() == 0 {
             trainer.notices().iter().for_each(|found| watcher.notice(found));
+            watcher.notice(&trainer.memory());
         }
         let (reports, scores, stopped) = steps(&mut trainer, &mut batches, watcher)?;
         let scores = match scores {

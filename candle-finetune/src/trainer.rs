@@ -261,16 +261,16 @@ impl<'a> Trainer<'a> {
         &self.optimizer
     }
 
-    /// What a user should know about the weights, and what this rank holds of them.
+    /// What a user should know about the weights.
     pub fn notices(&self) -> Vec<String> {
-        let notices = self.weights.notices().iter().map(ToString::to_string).chain([self.held()]);
+        let notices = self.weights.notices().iter().map(ToString::to_string);
         let adapters =
             self.adapters.iter().flat_map(|report| report.to_string().lines().map(str::to_string).collect::<Vec<_>>());
         notices.chain(adapters).collect()
     }
 
-    /// Bytes between steps.
-    fn held(&self) -> String {
+    /// What this rank holds between steps, for people.
+    pub(crate) fn memory(&self) -> String {
         let bytes = |tensor: &Tensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
         let variables = self.weights.variables().values().map(|var| var.as_tensor());
         let weights: usize =
