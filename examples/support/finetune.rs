@@ -27,7 +27,7 @@ use candle_finetune::{
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 /// How a shell tells that a process was interrupted.
-const INTERRUPTED: u8 = 130;
+pub const INTERRUPTED: u8 = 130;
 
 /// Runs the program `finetune_<family>` with the arguments and variables of this process. Either program takes
 /// checkpoints of both families; they differ in the small model that is trained without one.
@@ -113,7 +113,7 @@ fn settings(family: Family, flags: &ArgMatches) -> Result<Config, Error> {
 
 /// Set by the first interrupt (Ctrl-C); the second one ends the process. Of several processes rank 0 decides; the others
 /// get its interrupt too, and only see to it that they are still there when it saves.
-fn stop_on_interrupt(tells: bool) -> Arc<AtomicBool> {
+pub fn stop_on_interrupt(tells: bool) -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
     let seen = stop.clone();
     let handler = move || match seen.swap(true, Ordering::Relaxed) {
