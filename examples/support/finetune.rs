@@ -18,6 +18,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use candle_finetune::family::Family;
 use candle_finetune::hub::{HubOptions, PullBar};
@@ -28,13 +29,18 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 
 /// How a shell tells that a process was interrupted.
 pub const INTERRUPTED: u8 = 130;
+/// How long a rank that has failed stays after it has said why. Launchers kill the other ranks when the first one ends, and
+/// OpenMPI's `mpirun` at once when several end together: those that fail for the same reason would say nothing.
+const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// Runs the program `finetune_<family>` with the arguments and variables of this process. Either program takes
 /// checkpoints of both families; they differ in the small model that is trained without one.
 pub fn main(family: Family) -> ExitCode {
     let flags = command(family).get_matches();
     let mut stdout = std::io::stdout();
+    let mut launched = false;
     let told = settings(family, &flags).and_then(|config| {
+        launched = config.launch.is_one_of_several();
         // SAFETY: nothing has started a thread yet.
         unsafe { config.launch.prepare_process(&config) };
         let (text, code) = finetune(config, &flags, stdout.is_terminal())?;
@@ -44,11 +50,18 @@ pub fn main(family: Family) -> ExitCode {
     });
     match told {
         Ok(code) => code,
-        Err(error) => {
-            tell(&format!("error: {error}\n"));
-            ExitCode::from(if error.is_usage() { 2 } else { 1 })
-        }
+        Err(error) => failed(&error, launched),
     }
+}
+
+/// Says why a run failed; the exit code tells whether something was wrong with what was given. `launched` is for one of
+/// several processes of a launcher.
+pub fn failed(error: &Error, launched: bool) -> ExitCode {
+    tell(&format!("error: {error}\n"));
+    if launched {
+        std::thread::sleep(LAST_WORDS);
+    }
+    ExitCode::from(if error.is_usage() { 2 } else { 1 })
 }
 
 /// Every setting is a flag by its key and, where it has one, by a shorter name.

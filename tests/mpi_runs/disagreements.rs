@@ -63,7 +63,7 @@ pub fn weight(site: &Site) -> Found {
     bytes[start] ^= 1;
     fs::write(&file, bytes).map_err(text)?;
     let ended = site.job(RUN, 4, DP_2_CP_2).only(ODD, "--model", &copy).run(|| Ok(()))?;
-    ended.told_by_all_but(usize::MAX, &["rank {rank}: the weight ", "layers.2.mlp.down_proj.weight"])?;
+    ended.told_by_all_but(usize::MAX, &["rank {rank}: ", "the weight ", "layers.2.mlp.down_proj.weight"])?;
     match site
         .path(RUN)
         .join("checkpoints")
@@ -86,18 +86,18 @@ pub fn data(site: &Site) -> Found {
 pub fn picture(site: &Site) -> Found {
     const LOSER: usize = 3;
     let line = "{\"prompt\": \"<|image|>?\", \"completion\": \"Square.\", \"images\": [\"square.png\"]}\n";
-    let mut job = site.job(RUN, 4, &[DP_2_CP_2, &[("--validation-share", "0.25")]].concat());
+    let mut job = site.job(RUN, 4, &[DP_2_CP_2, &[("--seq-len", "96")]].concat());
     for rank in 0..4 {
         let folder = site.path(format!("data-{rank}"));
         fs::create_dir(&folder).map_err(text)?;
         fs::copy(fixture("imaging/square.png"), folder.join("square.png")).map_err(text)?;
-        fs::write(folder.join("data.jsonl"), line.repeat(4)).map_err(text)?;
+        fs::write(folder.join("data.jsonl"), line.repeat(5)).map_err(text)?;
         job = job.only(rank, "--data", folder.join("data.jsonl"));
     }
     let lost = site.path(format!("data-{LOSER}")).join("square.png");
-    let ended = job.strike(LOSER, 1, Moment::Observed, Harm::Loses(lost.clone())).run(|| Ok(()))?;
-    let lost = lost.display().to_string();
-    ended.told_by_all_but(usize::MAX, &["step 2: ", &lost, &format!("rank {LOSER} failed: ")])?;
+    let ended = job.strike(LOSER, 1, Moment::Observed, Harm::Loses(lost)).run(|| Ok(()))?;
+    let data = site.path(format!("data-{LOSER}")).join("data.jsonl").display().to_string();
+    ended.told_by_all_but(usize::MAX, &["step 2: ", &data, "square.png", &format!("rank {LOSER} failed: ")])?;
     ended.told_by_all_but(LOSER, &["rank {rank}: "])?;
     ended.with_operations(LOSER)
 }

@@ -2,7 +2,7 @@
 
 use crate::jobs::{no_orphans, output_within};
 use crate::order::{Harm, Moment, Order, Strike};
-use crate::rank::{note, report};
+use crate::rank::{note, process, report};
 use candle_cp::comm::Traffic;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -61,12 +61,24 @@ impl Job {
         note(&self.folder)
     }
 
+    /// Where a rank leaves its process number.
+    pub fn process(&self, rank: usize) -> PathBuf {
+        process(&self.folder, rank)
+    }
+
     /// Runs the job; `meanwhile` runs beside it.
     pub fn run(self, meanwhile: impl FnOnce() -> Result<(), String> + Send) -> Result<Ended, String> {
         fs::create_dir_all(&self.folder).map_err(|e| e.to_string())?;
         self.order.write(&self.folder)?;
         let mut mpirun = Command::new("mpirun");
-        mpirun.args(["--oversubscribe", "--bind-to", "none", "-n", &self.size.to_string()]);
+        // Symbols of a backtrace are looked up for longer than the launcher lets a rank speak.
+        mpirun.env_remove("RUST_BACKTRACE").args([
+            "--oversubscribe",
+            "--bind-to",
+            "none",
+            "-n",
+            &self.size.to_string(),
+        ]);
         mpirun.arg(std::env::current_exe().map_err(|e| e.to_string())?).arg("--rank").arg(&self.folder);
         let (ended, beside) = std::thread::scope(|scope| {
             let beside = scope.spawn(meanwhile);

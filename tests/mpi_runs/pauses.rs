@@ -1,6 +1,6 @@
 //! Ranks that stop for a while or for good, and runs that are interrupted.
 
-use crate::job::Job;
+use crate::job::{Ended, Job};
 use crate::jobs::marked;
 use crate::order::{Harm, Moment};
 use crate::site::{DP_2_CP_2, Found, Site, same};
@@ -44,8 +44,8 @@ fn stopping(site: &Site, deadline: &str) -> Job {
     site.job(RUN, 4, &flags).strike(STOPPED, 2, moment, Harm::Stopped)
 }
 
-/// Process number of a rank that was struck.
-fn struck(note: &Path) -> Option<u32> {
+/// The process number that a rank has left.
+fn noted(note: &Path) -> Option<u32> {
     fs::read_to_string(note).ok()?.parse().ok()
 }
 
@@ -53,7 +53,7 @@ pub fn continued(site: &Site) -> Found {
     let job = stopping(site, "60");
     let note = job.note();
     let ended = job.run(move || {
-        let process = until("the stop", || struck(&note))?;
+        let process = until("the stop", || noted(&note))?;
         std::thread::sleep(Duration::from_secs(2));
         signal(process, libc::SIGCONT)
     })?;
@@ -73,20 +73,22 @@ pub fn never_continued(site: &Site) -> Found {
     same(&site.path(RUN), &site.threads("unbroken", DP_2_CP_2)?)
 }
 
-/// Interrupts a job after its second step: which of its processes, by its command line.
-fn interrupted(site: &Site, whom: impl Fn(&str) -> bool + Send) -> Result<crate::job::Ended, String> {
+/// Interrupts a job after its second step: a process whose number `whom` gives.
+fn interrupted(site: &Site, whom: impl Fn(&Path) -> Option<u32> + Send) -> Result<Ended, String> {
     let metrics = site.path(RUN).join(METRICS_FILE);
-    site.job(RUN, 4, DP_2_CP_2).rest(Duration::from_millis(300)).run(move || {
+    let job = site.job(RUN, 4, DP_2_CP_2).rest(Duration::from_millis(300));
+    let first = job.process(0);
+    job.run(move || {
         until("the second step", || (fs::read_to_string(&metrics).ok()?.lines().count() >= 2).then_some(()))?;
-        let chosen = marked().into_iter().filter(|(_, command)| whom(command)).map(|(process, _)| process).min();
-        signal(chosen.ok_or("no process to interrupt")?, libc::SIGINT)
+        signal(whom(&first).ok_or("no process to interrupt")?, libc::SIGINT)
     })
 }
 
-/// `mpirun` passes the interrupt on as SIGTERM, and kills what is left a second later.
+/// `mpirun` passes the interrupt on as SIGTERM, and kills what is left a second later: what was saved by then counts.
 pub fn interrupted_launcher(site: &Site) -> Found {
-    let ended = interrupted(site, |command| command.starts_with("mpirun"))?;
-    if ended.code == Some(0) {
+    let launcher = |_: &Path| marked().into_iter().find(|(_, command)| command.starts_with("mpirun"));
+    let ended = interrupted(site, |first| launcher(first).map(|(process, _)| process))?;
+    if ended.code.is_none_or(|code| code == 0) {
         return Err(ended.wrong("an interrupted job ended as if it was done"));
     }
     site.resuming(RUN, 4, &[]).well()?;
@@ -94,8 +96,7 @@ pub fn interrupted_launcher(site: &Site) -> Found {
 }
 
 pub fn interrupted_rank(site: &Site) -> Found {
-    // OpenMPI starts ranks in order.
-    let ended = interrupted(site, |command| command.contains("--rank") && !command.starts_with("mpirun"))?;
+    let ended = interrupted(site, noted)?;
     ended.with_code(i32::from(INTERRUPTED))?;
     site.resuming(RUN, 4, &[]).well()?;
     same(&site.path(RUN), &site.threads("unbroken", DP_2_CP_2)?)

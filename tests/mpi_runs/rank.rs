@@ -2,8 +2,8 @@
 
 use crate::order::Order;
 use crate::striking::{Striking, Trigger};
-use candle_cp_examples::finetune::{INTERRUPTED, stop_on_interrupt};
-use candle_finetune::{Config, Control, Error, Launch, Ranks, StepReport, layered_settings, resume_on, run_on, tell};
+use candle_cp_examples::finetune::{INTERRUPTED, failed, stop_on_interrupt};
+use candle_finetune::{Config, Control, Error, Launch, Ranks, StepReport, layered_settings, resume_on, run_on};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -12,6 +12,11 @@ use std::time::Duration;
 /// Where a rank writes its error: what it says to the launcher may be lost when that ends.
 pub fn report(folder: &Path, rank: usize) -> PathBuf {
     folder.join(format!("error-{rank}"))
+}
+
+/// Where a rank writes its process number when it starts.
+pub fn process(folder: &Path, rank: usize) -> PathBuf {
+    folder.join(format!("process-{rank}"))
 }
 
 /// Where a rank that is struck writes its process number before.
@@ -23,12 +28,12 @@ pub fn main(folder: &Path) -> ExitCode {
     let variable = |name: &str| std::env::var(name).ok();
     let launch = Launch::from_vars(variable).expect("started by a launcher");
     let rank = launch.place().map_or(0, |place| place.rank);
+    std::fs::write(process(folder, rank), std::process::id().to_string()).expect("a note");
     match train(folder, rank) {
         Ok(code) => code,
         Err(error) => {
             std::fs::write(report(folder, rank), error.to_string()).expect("a report");
-            tell(&format!("error: {error}\n"));
-            ExitCode::from(if error.is_usage() { 2 } else { 1 })
+            failed(&error, launch.is_one_of_several())
         }
     }
 }

@@ -117,11 +117,11 @@ impl Site {
     }
 }
 
-/// Samples of different lengths.
+/// Samples of different lengths: two replicas have batches in all of the steps.
 pub fn samples(answer: &str) -> String {
     let line =
         |i: usize| format!("{{\"prompt\": \"{}\", \"completion\": \"{answer} {i}.\"}}\n", "and on ".repeat(i % 4));
-    (0..15).map(line).collect()
+    (0..40).map(line).collect()
 }
 
 pub fn copy_folder(from: &Path, to: &Path) -> Found {
