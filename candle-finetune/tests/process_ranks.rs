@@ -145,7 +145,8 @@ fn fails_on<T: std::fmt::Debug>(failing: usize, results: Vec<Result<T>>, told: &
         let error = result.unwrap_err();
         let text = error.to_string();
         assert!(text.contains(told), "rank {rank}: {text}");
-        let echo = matches!(&error, Error::Cp(error) if error.is_peer_failure());
+        let cause = if let Error::AtStep { cause, .. } = &error { cause } else { &error };
+        let echo = matches!(cause, Error::Cp(error) if error.is_peer_failure());
         assert_eq!(echo, rank != failing, "rank {rank}: {text}");
         assert!(rank == failing || text.contains(&format!("rank {failing} failed")), "rank {rank}: {text}");
     }
@@ -201,7 +202,7 @@ fn processes_that_are_set_up_for_something_else_are_named() {
     let results = processes(|_, ranks| plain(&config(&dir, "out", &[("--cp", "2")]), ranks));
     for result in results {
         let text = result.unwrap_err().to_string();
-        assert!(text.contains("--cp \"2\": allowed is 3, the number of ranks"), "{text}");
+        assert!(text.contains("--cp \"2\": allowed is a divisor of 3, the number of ranks"), "{text}");
     }
 }
 
