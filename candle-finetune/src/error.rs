@@ -377,8 +377,8 @@ impl Error {
     /// The same with the step that was not done, where it does not tell by itself.
     pub(crate) fn at_step(self, step: usize) -> Self {
         match self {
-            Self::Cp(_) | Self::Candle(_) | Self::Model(_) => Self::AtStep { step, cause: Box::new(self) },
-            other => other,
+            Self::AtStep { .. } | Self::NotFinite { .. } | Self::RanksDiffer { .. } => self,
+            other => Self::AtStep { step, cause: Box::new(other) },
         }
     }
 

@@ -109,11 +109,15 @@ impl Ranks {
     fn end(&self, error: Error) -> Error {
         let Self::Process { comm, .. } = self else { return error };
         if let Some((peer, message)) = comm.peer_failure() {
-            if error.to_string().contains(&message) {
+            // All ranks find out by themselves that they differ.
+            if error.to_string().contains(&message) || matches!(error, Error::RanksDiffer { .. }) {
                 return error;
             }
+            // Both went wrong, such as two ranks that waited in vain for a third one.
+            let message = format!("{message}; here, meanwhile: {error}");
             let (rank, operation) = (comm.rank(), "training".to_string());
-            return Error::Cp(CpError::PeerFailed { rank, operation, peer, message });
+            let failed = Error::Cp(CpError::PeerFailed { rank, operation, peer, message });
+            return if let Error::AtStep { step, .. } = error { failed.at_step(step) } else { failed };
         }
         comm.abort(&error.to_string());
         match error {

@@ -168,7 +168,8 @@ fn steps(
         let number = trainer.optimizer().steps() + 1;
         let timeline = Timeline::start(config.trace, number, trainer.comm().as_ref());
         let data = trainer.comm().trace().span(Row::Step, "data");
-        let step_batches = next_step(batches, config.accumulate, trainer.mesh())?;
+        let step_batches =
+            next_step(batches, config.accumulate, trainer.mesh()).map_err(|error| error.at_step(number))?;
         drop(data);
         let epoch = epochs(batches);
         let done = trainer.step(&step_batches).map_err(|error| error.at_step(number))?;
@@ -176,9 +177,9 @@ fn steps(
         if let Some(json) = timeline.map(|timeline| timeline.finish(trainer.comm().as_ref())).transpose()?
             && rank == 0
         {
-            watcher.timeline(report.step, &json)?;
+            watcher.timeline(report.step, &json).map_err(|error| error.at_step(number))?;
         }
-        watcher.step(rank, &report)?;
+        watcher.step(rank, &report).map_err(|error| error.at_step(number))?;
         reports.push(report);
 
         let step = report.step;
@@ -190,7 +191,8 @@ fn steps(
         if let Some(val_loss) = scores.as_ref().and_then(Scores::loss).filter(|_| rank == 0) {
             let val_tokens = scores.as_ref().map_or(0, Scores::tokens);
             let seconds = trainer.seconds();
-            watcher.validation(&ValidationReport { step, epoch: Some(epoch), val_loss, val_tokens, seconds })?;
+            let report = ValidationReport { step, epoch: Some(epoch), val_loss, val_tokens, seconds };
+            watcher.validation(&report).map_err(|error| error.at_step(number))?;
         }
         let next = after(trainer, batches.position(), watcher).map_err(|error| error.at_step(number))?;
         if next == Next::Stop && step < job.steps() {

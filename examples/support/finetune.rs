@@ -18,6 +18,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use candle_finetune::family::Family;
 use candle_finetune::hub::{HubOptions, PullBar};
@@ -27,14 +28,19 @@ use candle_finetune::{
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 /// How a shell tells that a process was interrupted.
-const INTERRUPTED: u8 = 130;
+pub const INTERRUPTED: u8 = 130;
+/// How long a rank that has failed stays after it has said why. Launchers kill the other ranks when the first one ends, and
+/// OpenMPI's `mpirun` at once when several end together: those that fail for the same reason would say nothing.
+const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// Runs the program `finetune_<family>` with the arguments and variables of this process. Either program takes
 /// checkpoints of both families; they differ in the small model that is trained without one.
 pub fn main(family: Family) -> ExitCode {
     let flags = command(family).get_matches();
     let mut stdout = std::io::stdout();
+    let mut launched = false;
     let told = settings(family, &flags).and_then(|config| {
+        launched = config.launch.size().is_some_and(|size| size > 1);
         // SAFETY: nothing has started a thread yet.
         unsafe { config.launch.prepare_process(&config) };
         let (text, code) = finetune(config, &flags, stdout.is_terminal())?;
@@ -44,11 +50,18 @@ pub fn main(family: Family) -> ExitCode {
     });
     match told {
         Ok(code) => code,
-        Err(error) => {
-            tell(&format!("error: {error}\n"));
-            ExitCode::from(if error.is_usage() { 2 } else { 1 })
-        }
+        Err(error) => failed(&error, launched),
     }
+}
+
+/// Says why a run failed; the exit code tells whether something was wrong with what was given. `launched` is for one of
+/// several processes of a launcher.
+pub fn failed(error: &Error, launched: bool) -> ExitCode {
+    tell(&format!("error: {error}\n"));
+    if launched {
+        std::thread::sleep(LAST_WORDS);
+    }
+    ExitCode::from(if error.is_usage() { 2 } else { 1 })
 }
 
 /// Every setting is a flag by its key and, where it has one, by a shorter name.
@@ -113,7 +126,7 @@ fn settings(family: Family, flags: &ArgMatches) -> Result<Config, Error> {
 
 /// Set by the first interrupt (Ctrl-C); the second one ends the process. Of several processes rank 0 decides; the others
 /// get its interrupt too, and only see to it that they are still there when it saves.
-fn stop_on_interrupt(tells: bool) -> Arc<AtomicBool> {
+pub fn stop_on_interrupt(tells: bool) -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
     let seen = stop.clone();
     let handler = move || match seen.swap(true, Ordering::Relaxed) {

@@ -9,6 +9,7 @@ mod cases;
 mod common;
 mod exchanges;
 mod failures;
+mod jobs;
 mod launcher;
 mod same;
 

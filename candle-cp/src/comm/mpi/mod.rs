@@ -29,8 +29,9 @@
 //! with [`Error::PeerFailed`](crate::Error::PeerFailed). From then on MPI is not called any more, not even to finalize it,
 //! which would hang: the process is expected to end with an error.
 //!
-//! Launchers kill the other processes when one ends without having finalized MPI; OpenMPI's `mpirun` sends them SIGTERM at
-//! once and SIGKILL a second later. A program that wants to say why it ends has to live through the SIGTERM.
+//! Launchers kill the other processes when one ends without having finalized MPI; OpenMPI's `mpirun` sends them SIGTERM and
+//! a second later SIGKILL, at once if another process ends meanwhile. A program that wants to say why it ends has to live
+//! through the SIGTERM, and to stay for a moment after it has said so, for the sake of the others.
 //!
 //! Dropped without failure, the group is finalized, which waits for the other ranks to do so, for the time of one message at
 //! most. Ranks that wait for one that has left get [`Error::PeerLeft`](crate::Error::PeerLeft).
