@@ -125,10 +125,12 @@ fn a_step_is_told_as_it_was_counted_and_goes_as_it_would_have() {
     }
     let operations = metrics(&with, STEP)["operations"].as_object().unwrap().clone();
     let kinds: BTreeSet<&str> = operations.keys().map(String::as_str).collect();
-    assert_eq!(kinds, BTreeSet::from(["all_reduce", "key_value", "key_value_gradient"]));
+    assert_eq!(kinds, BTreeSet::from(["all_reduce", "gather", "key_value", "key_value_gradient"]));
     for (kind, used) in &operations {
         let bytes = spans.iter().filter(|s| s.row == "transfers" && s.name == *kind).map(|s| s.number("bytes"));
-        assert_eq!(bytes.sum::<u64>(), used["bytes_sent"].as_u64().unwrap(), "{kind}");
+        let (shown, counted) = (bytes.sum::<u64>(), used["bytes_sent"].as_u64().unwrap());
+        // The exchange that gathers the counters is in the timeline only.
+        assert!(shown == counted || kind == "gather" && shown > counted, "{kind}: {shown} and {counted}");
     }
     overlapping(&spans);
     for name in ["loss", "attention forward", "attention backward"] {
