@@ -139,7 +139,8 @@ metrics:     runs/a/metrics.jsonl
     #[test]
     fn what_is_not_known_is_left_out() {
         let history = History::default();
-        let closing = Closing { history: &history, steps: 5, peaks: &[], samples_dropped: 0, samples_cut: 0, files: &[] };
+        let closing =
+            Closing { history: &history, steps: 5, peaks: &[], samples_dropped: 0, samples_cut: 0, files: &[] };
         assert_eq!(closing.to_string(), "trained:  0 of 5 steps\n");
         let one = StepReport { epoch: None, memory: Memory::default(), seconds: 0.0, ..step_report(1, 2.5) };
         let history = History { steps: vec![one], validations: vec![validation_report(1, f64::NAN)] };
