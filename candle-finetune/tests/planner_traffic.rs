@@ -155,7 +155,11 @@ fn a_step_of_the_trainer() {
 fn small(kind: Traffic, rank: usize) -> [u64; 3] {
     let (others, last) = (3, rank == 3);
     match kind {
-        Traffic::Gather => [others, others * 7 * 8, others * 7 * 8],
+        Traffic::Gather => {
+            // Before the step what batches have; behind it bytes and seconds by kind of traffic, for the report.
+            let bytes = (7 + 2 * Traffic::ALL.len() as u64) * 8;
+            [2 * others, others * bytes, others * bytes]
+        }
         // Two sums of two halves: one number goes to the last rank, which hands the sum to all others.
         Traffic::AllReduce if last => [2 * 2 * others, 2 * others * 8, 2 * others * 8],
         Traffic::AllReduce => [2 * 2 * others, 2 * 8, 2 * 8],
@@ -163,10 +167,24 @@ fn small(kind: Traffic, rank: usize) -> [u64; 3] {
     }
 }
 
+/// The checkpoint of a fixture with the tokenizer of its family; some have none of their own.
+fn with_tokenizer(name: &str) -> tempfile::TempDir {
+    let dense = if name.starts_with("gemma4") { "gemma4-dense" } else { "qwen3_5-dense" };
+    let folder = tempfile::tempdir().unwrap();
+    for source in [dense, name] {
+        for file in std::fs::read_dir(checkpoint(source)).unwrap() {
+            let file = file.unwrap();
+            std::fs::copy(file.path(), folder.path().join(file.file_name())).unwrap();
+        }
+    }
+    folder
+}
+
 /// A step of the trainer at cp 2 x dp 2: sums of gradients and what is handed back, message by message.
 fn assert_sums(name: &str, dtype: DType, recompute: bool, zero: bool, lora_rank: Option<usize>) {
+    let folder = with_tokenizer(name);
     let mut settings = Config {
-        model: Some(checkpoint(name)),
+        model: Some(folder.path().to_path_buf()),
         cp: 2,
         dp: Some(2),
         // Of the job's own data, which is not used here.
@@ -204,7 +222,7 @@ fn assert_sums(name: &str, dtype: DType, recompute: bool, zero: bool, lora_rank:
         let found = [Traffic::ReduceScatter, Traffic::AllReduce, Traffic::Gather].map(found);
         let what = format!("{name}, {dtype:?}, recompute {recompute}, zero {zero}, lora {lora_rank:?}, rank {rank}");
         assert_eq!(found, expected, "reduce-scatter, all-reduce, gather of {what}");
-        assert!(reduce[0] > 3, "there are several buckets: {what}");
+        assert!(reduce[0] > 3 || lora_rank.is_some(), "there are several buckets: {what}");
     }
 }
 
