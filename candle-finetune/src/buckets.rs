@@ -64,18 +64,28 @@ impl Bucket {
 pub(crate) struct Buckets(Vec<Bucket>);
 
 impl Buckets {
-    /// The last decoder layer first, and what lies outside of the layers last; `layer_of` tells a parameter's layer by its
-    /// name.
+    /// Of these variables, see [`Buckets::of`].
     pub fn new(variables: &BTreeMap<String, Var>, layer_of: impl Fn(&str) -> Option<usize>) -> Self {
-        Self::of_size(variables, layer_of, BUCKET_BYTES)
+        let parameters = variables.iter().map(|(name, var)| (name.clone(), var.dtype(), var.elem_count()));
+        Self::of(parameters.collect(), layer_of)
     }
 
-    fn of_size(variables: &BTreeMap<String, Var>, layer_of: impl Fn(&str) -> Option<usize>, most: usize) -> Self {
-        let mut order: Vec<_> = variables.iter().map(|(name, var)| (layer_of(name), name, var)).collect();
-        order.sort_by_key(|(layer, name, _)| (Reverse(*layer), *name));
+    /// The last decoder layer first, and what lies outside of the layers last; `parameters` are names, types and elements,
+    /// `layer_of` tells a parameter's layer by its name.
+    pub fn of(parameters: Vec<(String, DType, usize)>, layer_of: impl Fn(&str) -> Option<usize>) -> Self {
+        Self::of_size(parameters, layer_of, BUCKET_BYTES)
+    }
+
+    fn of_size(
+        mut parameters: Vec<(String, DType, usize)>,
+        layer_of: impl Fn(&str) -> Option<usize>,
+        most: usize,
+    ) -> Self {
+        // By type before the name: types that alternate by name would make a bucket each.
+        parameters.sort_by_cached_key(|(name, dtype, _)| (Reverse(layer_of(name)), dtype.as_str(), name.clone()));
         let mut buckets: Vec<Bucket> = Vec::new();
-        for (layer, name, var) in order {
-            let (dtype, count) = (var.dtype(), var.elem_count());
+        for (name, dtype, count) in parameters {
+            let layer = layer_of(&name);
             let room = |bucket: &&mut Bucket| {
                 let bytes = bucket.count * state_dtype(dtype).size_in_bytes();
                 bucket.dtype == dtype && bucket.layer == layer && bytes < most
@@ -87,7 +97,7 @@ impl Buckets {
                     buckets.last_mut().expect("it was just made")
                 }
             };
-            bucket.parameters.push((name.clone(), bucket.count..bucket.count + count));
+            bucket.parameters.push((name, bucket.count..bucket.count + count));
             bucket.count += count;
         }
         Self(buckets)
@@ -114,11 +124,8 @@ mod tests {
 
     use super::*;
 
-    fn variables(sizes: &[(&str, usize, DType)]) -> BTreeMap<String, Var> {
-        let var = |&(name, count, dtype): &(&str, usize, DType)| {
-            (name.to_string(), Var::zeros(count, dtype, &Device::Cpu).unwrap())
-        };
-        sizes.iter().map(var).collect()
+    fn parameters(sizes: &[(&str, usize, DType)]) -> Vec<(String, DType, usize)> {
+        sizes.iter().map(|&(name, count, dtype)| (name.to_string(), dtype, count)).collect()
     }
 
     fn layer(name: &str) -> Option<usize> {
@@ -138,8 +145,8 @@ mod tests {
         let f32 = |name, count| (name, count, DType::F32);
         let sizes = [f32("embed", 9), f32("layer.0.a", 2), f32("layer.0.b", 2), f32("layer.1.a", 3), f32("norm", 1)];
         let ten = f32("layer.10.a", 1);
-        let all = variables(&[&sizes[..], &[ten]].concat());
-        let small = Buckets::of_size(&all, layer, 1);
+        let all = parameters(&[&sizes[..], &[ten]].concat());
+        let small = Buckets::of_size(all.clone(), layer, 1);
         let expected = [
             (Some(10), vec!["layer.10.a"], 1),
             (Some(1), vec!["layer.1.a"], 3),
@@ -150,7 +157,7 @@ mod tests {
         ];
         assert_eq!(names(&small), expected);
         // 36 bytes of the table are enough, 8 of the first parameter are not.
-        let middle = Buckets::of_size(&all, layer, 16);
+        let middle = Buckets::of_size(all.clone(), layer, 16);
         let expected = [
             (Some(10), vec!["layer.10.a"], 1),
             (Some(1), vec!["layer.1.a"], 3),
@@ -159,30 +166,38 @@ mod tests {
             (None, vec!["norm"], 1),
         ];
         assert_eq!(names(&middle), expected);
-        assert_eq!(Buckets::new(&all, layer).all().len(), 4);
+        assert_eq!(Buckets::of(all, layer).all().len(), 4);
     }
 
     #[test]
     fn a_bucket_has_one_type() {
         let all =
-            variables(&[("a", 2, DType::BF16), ("b", 2, DType::F32), ("c", 2, DType::BF16), ("d", 2, DType::BF16)]);
-        let types: Vec<_> = Buckets::new(&all, layer).all().iter().map(|b| (b.dtype, b.count)).collect();
-        assert_eq!(types, [(DType::BF16, 2), (DType::F32, 2), (DType::BF16, 4)]);
+            parameters(&[("a", 2, DType::BF16), ("b", 2, DType::F32), ("c", 3, DType::BF16), ("d", 5, DType::F32)]);
+        // Also where types alternate by name there is one of each.
+        let types: Vec<_> = Buckets::of(all, layer).all().iter().map(|b| (b.dtype, b.count)).collect();
+        assert_eq!(types, [(DType::BF16, 5), (DType::F32, 7)]);
+    }
+
+    #[test]
+    fn variables_are_told_by_their_types_and_sizes() {
+        let var = Var::zeros((2, 3), DType::BF16, &Device::Cpu).unwrap();
+        let found = Buckets::new(&BTreeMap::from([("layer.1.a".to_string(), var)]), layer);
+        assert_eq!(found, Buckets::of(parameters(&[("layer.1.a", 6, DType::BF16)]), layer));
     }
 
     #[test]
     fn every_element_has_one_owner() {
-        let all = variables(&[
+        let all = parameters(&[
             ("a", 7, DType::F32),
             ("b", 1, DType::F32),
             ("layer.0.c", 5, DType::F32),
             ("d", 0, DType::F32),
         ]);
         for most in [1, 24, 1 << 20] {
-            let buckets = Buckets::of_size(&all, layer, most);
+            let buckets = Buckets::of_size(all.clone(), layer, most);
             for size in 1..=6 {
                 let mut owners: BTreeMap<String, Vec<usize>> =
-                    all.iter().map(|(name, var)| (name.clone(), vec![0; var.elem_count()])).collect();
+                    all.iter().map(|(name, _, count)| (name.clone(), vec![0; *count])).collect();
                 for rank in 0..size {
                     for (name, range) in buckets.owned(size, rank) {
                         owners.get_mut(&name).unwrap()[range].iter_mut().for_each(|owners| *owners += 1);

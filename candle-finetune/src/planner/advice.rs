@@ -3,7 +3,7 @@
 use candle_core::DType;
 use candle_cp_layers::Part;
 
-use super::memory::Parameters;
+use super::memory::{Parameters, buckets};
 use super::{Memory, PlannedModel, Request, Sharing, share, traffic_and_memory};
 use crate::error::Result;
 
@@ -117,7 +117,7 @@ impl Candidates<'_> {
             self.shared.push((key, share(config, &request)?));
         }
         let (_, sharing) = self.shared.iter().find(|(other, _)| *other == key).expect("it was just made");
-        let parameters = Parameters::count(config, &request)?;
+        let parameters = Parameters::count(config, &request, &buckets(config, &request)?);
         let (_, memory) = traffic_and_memory(&config.decoder_shape(), &parameters, &request, sharing);
         let flags = changes.iter().map(|change| change.flags.clone()).collect();
         Ok((memory.peak() <= request.device.usable()).then_some(Advice { flags, request, memory }))

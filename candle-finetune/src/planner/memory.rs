@@ -1,14 +1,19 @@
 //! Memory of one rank.
 
 use candle_core::DType;
-use candle_cp_layers::{LoraOptions, Part, Role, Weights};
+use candle_cp_layers::{LoraOptions, Part, Role, TensorSpec, Weights};
 
 use super::graph::{Work, pass_memory};
 use super::layers::{Numbers, WIDE};
 use super::request::Request;
 use super::traffic::{DecoderTraffic, Sharing};
+use crate::buckets::Buckets;
 use crate::error::Result;
 use crate::family::{DecoderShape, KeyRole, Mixer, VlmConfig};
+
+/// What the names of an adapter's matrices have before and behind the path of their module.
+const ADAPTER_PREFIX: &str = "base_model.model.";
+const ADAPTER_ENDS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 
 /// Numbers in the tensors of a model, by what happens to them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -23,39 +28,58 @@ pub struct Parameters {
     pub vision: u64,
     /// In the largest trained tensor.
     pub largest: u64,
+    /// In the largest bucket of trained tensors that is summed over ranks at a time.
+    pub largest_bucket: u64,
 }
 
 impl Parameters {
-    /// Counts the table of tensors of a model.
-    ///
-    /// # Errors
-    /// Adapters do not fit.
-    pub fn count(config: &dyn VlmConfig, request: &Request) -> Result<Self> {
+    /// Counts the table of tensors of a model; `buckets` is what is trained.
+    pub(super) fn count(config: &dyn VlmConfig, request: &Request, buckets: &Buckets) -> Self {
         let mut counted = Self::default();
         for spec in config.tensors().iter().filter(|spec| spec.role != Role::Unused) {
-            let numbers = spec.shape.iter().map(|&size| size as u64).product();
-            let part = Part::of(&spec.name);
+            let numbers = spec.shape.iter().map(|&size| size as u64).product::<u64>();
             counted.loaded += numbers;
-            counted.vision += if part == Part::Vision { numbers } else { 0 };
-            if spec.is_trained() && request.lora_rank.is_none() && !request.freeze.contains(&part) {
-                counted.trained += numbers;
-                counted.largest = counted.largest.max(numbers);
-            }
+            counted.vision += if Part::of(&spec.name) == Part::Vision { numbers } else { 0 };
         }
-        if let Some(rank) = request.lora_rank {
-            let shapes = Weights::lora_shapes(config, &LoraOptions::new(rank, rank as f64))?;
-            let numbers = |[rows, columns]: &[usize; 2]| (rows * columns) as u64;
-            let sizes: Vec<u64> = shapes.values().flatten().map(numbers).collect();
-            counted.adapters = sizes.iter().sum();
-            counted.largest = sizes.into_iter().max().unwrap_or(0);
+        let numbers = buckets.all().iter().map(|bucket| bucket.count as u64).sum();
+        match request.lora_rank {
+            Some(_) => counted.adapters = numbers,
+            None => counted.trained = numbers,
         }
-        Ok(counted)
+        let tensors = buckets.all().iter().flat_map(|bucket| &bucket.parameters);
+        counted.largest = tensors.map(|(_, place)| place.len() as u64).max().unwrap_or(0);
+        counted.largest_bucket = buckets.all().iter().map(|bucket| bucket.count as u64).max().unwrap_or(0);
+        counted
     }
 
     /// Numbers that are trained, adapters included.
     pub fn all_trained(&self) -> u64 {
         self.trained + self.adapters
     }
+}
+
+/// The buckets that a trainer makes of what is trained.
+///
+/// # Errors
+/// Adapters do not fit.
+pub(super) fn buckets(config: &dyn VlmConfig, request: &Request) -> Result<Buckets> {
+    let layer_of = |name: &str| config.decoder_layer(name);
+    let Some(rank) = request.lora_rank else {
+        let is_trained = |spec: &TensorSpec| spec.is_trained() && !request.freeze.contains(&Part::of(&spec.name));
+        let tensors = config.tensors().into_iter().filter(is_trained);
+        let parameters = tensors.map(|spec| (spec.name, request.dtype, spec.shape.iter().product())).collect();
+        return Ok(Buckets::of(parameters, layer_of));
+    };
+    let shapes = Weights::lora_shapes(config, &LoraOptions::new(rank, rank as f64))?;
+    let adapter = |(matrix, shapes): (String, [[usize; 2]; 2])| {
+        let path = matrix.strip_suffix(".weight").unwrap_or(&matrix).to_string();
+        let numbers = shapes.map(|[rows, columns]| rows * columns);
+        ADAPTER_ENDS
+            .into_iter()
+            .zip(numbers)
+            .map(move |(end, numbers)| (format!("{ADAPTER_PREFIX}{path}{end}"), DType::F32, numbers))
+    };
+    Ok(Buckets::of(shapes.into_iter().flat_map(adapter).collect(), layer_of))
 }
 
 /// Bytes that one rank needs, by what they are for.
@@ -126,18 +150,27 @@ pub(super) fn memory(parameters: &Parameters, request: &Request, shape: &Decoder
     let late = pass.weight_gradients / work.gradient_number() * WIDE;
     let copies = if work.gradient_number() < WIDE { late } else { 0 };
     let collected = pass.kept + pass.weight_gradients + copies + pass.shares;
-    let earlier = if request.accumulate > 1 { trained * WIDE } else { 0 };
+    let held = trained * WIDE;
+    let earlier = if request.accumulate > 1 { held } else { 0 };
+    // Only the last batch gives its layers' gradients away in backward. Batches before it keep all to their end, beside the
+    // sums from the third batch on.
+    let before = match request.accumulate {
+        1 => 0,
+        2 => keeping_pass(shape, work),
+        _ => keeping_pass(shape, work) + held,
+    };
     let ranks = request.ranks() as u64;
     // A bucket end to end and what comes of it from other ranks.
-    let largest = parameters.largest * WIDE;
-    let bucket = if ranks > 1 { 2 * largest } else { largest };
+    let [largest, largest_bucket] = [parameters.largest, parameters.largest_bucket].map(|numbers| numbers * WIDE);
+    let bucket = if ranks > 1 { 2 * largest_bucket } else { largest_bucket };
     // One rank's share is all there is.
-    let (gathered, from_share) = if ranks > 1 { (largest, (trained * WIDE).div_ceil(ranks)) } else { (0, 0) };
+    let (gathered, from_share) = if ranks > 1 { (largest_bucket, (trained * WIDE).div_ceil(ranks)) } else { (0, 0) };
     let share = (trained * WIDE).div_ceil(ranks);
     let gradients = if request.zero { share } else { trained * WIDE };
-    // The last sums; then an update takes three tensors of a parameter's size, or two buckets of new weights travel.
+    // The last sums; then an update takes three tensors of a parameter's size. Two buckets
+    // of new weights on their way are no more than one of sums with what comes from other ranks.
     let update = match request.zero {
-        true => share + (late + bucket).max(2 * bucket),
+        true => share + (late + bucket).max(3 * largest.min(share)),
         false => (from_share + (late + bucket).max(gradients + gathered)).max(gradients + 3 * largest),
     };
     Memory {
@@ -150,11 +183,17 @@ pub(super) fn memory(parameters: &Parameters, request: &Request, shape: &Decoder
         vision: pass.vision,
         loss: pass.loss,
         in_flight: work.remote.iter().flatten().copied().max().unwrap_or(0),
-        pass: pass.peak.bytes.max(collected) + earlier,
+        pass: (pass.peak.bytes.max(collected) + earlier).max(before),
         pass_peak: if collected > pass.peak.bytes { "gradients, collected".to_string() } else { pass.peak.place },
         pass_gradients: pass.peak.weight_gradients,
         update,
     }
+}
+
+/// The most that a pass needs whose gradients all stay to its end.
+fn keeping_pass(shape: &DecoderShape, work: &Work) -> u64 {
+    let pass = pass_memory(shape, &Work { gives: false, ..work.clone() });
+    pass.peak.bytes.max(pass.kept + pass.weight_gradients)
 }
 
 fn in_flight(traffic: &super::traffic::RankTraffic) -> u64 {
@@ -185,6 +224,7 @@ pub(super) fn work(request: &Request, slices: &Slices) -> Work {
         vision_trained: request.lora_rank.is_none() && !request.freeze.contains(&Part::Vision),
         lora_rank: request.lora_rank.map(|rank| rank as u64),
         recompute: request.recompute,
+        gives: request.recompute,
         ranks: request.ranks() as u64,
         gathered_keys: layers.clone().map(|(layer, _)| gathered(&layer.mixer)).collect(),
         remote: layers.map(|(_, traffic)| [0, 1].map(|pass| in_flight(&traffic[slices.rank][pass]))).collect(),

@@ -27,8 +27,10 @@ pub use self::models::PlannedModel;
 pub use self::request::Request;
 pub use self::traffic::{Flow, RankTraffic};
 pub use self::work::{LayerKindPlan, LayerPass, LayoutWork};
+use crate::buckets::{Bucket, Buckets};
 use crate::error::Result;
 use crate::family::{DecoderShape, VlmConfig};
+use crate::optimizer::state_dtype;
 
 /// The plan of a run.
 #[derive(Debug, Clone)]
@@ -49,6 +51,8 @@ pub struct RunPlan {
     pub kinds: Vec<LayerKindPlan>,
     /// Traffic of every rank of a group that shares rows, in one step, without the sum of gradients.
     pub traffic: Vec<RankTraffic>,
+    /// What is trained, as ranks sum it.
+    pub(crate) buckets: Buckets,
     /// Operations of matrix products on one rank in a step.
     pub product_operations: f64,
     /// Operations of attention on the rank with the most, in a step.
@@ -63,7 +67,8 @@ pub fn plan(model: &PlannedModel, request: &Request) -> Result<RunPlan> {
     let config: &dyn VlmConfig = model.config.as_ref();
     let (shape, layers) = (config.decoder_shape(), config.layer_work());
     let sharing = share(config, request)?;
-    let parameters = Parameters::count(config, request)?;
+    let buckets = memory::buckets(config, request)?;
+    let parameters = Parameters::count(config, request, &buckets);
     let (traffic, memory) = traffic_and_memory(&shape, &parameters, request, &sharing);
     let otherwise = Request { recompute: !request.recompute, ..request.clone() };
     let (_, memory_otherwise) = traffic_and_memory(&shape, &parameters, &otherwise, &sharing);
@@ -83,6 +88,7 @@ pub fn plan(model: &PlannedModel, request: &Request) -> Result<RunPlan> {
         product_operations: 2.0 * active_numbers(&shape, config) * step_tokens * passes,
         attention_operations: most * (3.5 + again) * request.accumulate as f64,
         work,
+        buckets,
         parameters,
         request: request.clone(),
     })
@@ -123,15 +129,15 @@ fn traffic_and_memory(
 }
 
 impl RunPlan {
-    /// What a rank, of all, sends for the sum of the gradients of a step: to where they are added up, and what is handed
-    /// back. All-reduce of f32 gradients; with a sharded optimizer the second half hands out weights.
+    /// What a rank, of all, sends for the gradients of a step, bucket by bucket: to where they are added up, and what is
+    /// handed back. That is gradients in the type of the sums; with a sharded optimizer weights in their own.
     pub fn reduction_of(&self, rank: usize) -> [Flow; 2] {
-        let (ranks, rank) = (self.request.ranks() as u64, rank as u64);
-        let handed = if self.request.zero { memory::number(self.request.dtype) } else { 4 };
-        let base = traffic::reduction(self.parameters.trained, ranks, rank, [4, handed]);
-        let adapters = traffic::reduction(self.parameters.adapters, ranks, rank, [4, 4]);
-        let sum = |a: Flow, b: Flow| Flow { sent: a.sent + b.sent, received: a.received + b.received, ..a };
-        [sum(base[0], adapters[0]), sum(base[1], adapters[1])]
+        let bytes = |bucket: &Bucket| {
+            let sums = memory::number(state_dtype(bucket.dtype));
+            [sums, if self.request.zero { memory::number(bucket.dtype) } else { sums }]
+        };
+        let of = |bucket: &Bucket| traffic::reduction(bucket.count, self.request.ranks(), rank, bytes(bucket));
+        self.buckets.all().iter().map(of).fold([Flow::default(); 2], |[a, b], [c, d]| [a.and(c), b.and(d)])
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use candle_cp::comm::Traffic;
+use candle_cp::comm::{Traffic, share};
 use candle_cp::{KeyCounts, MaskRule, SequenceLayout, Tokens, Trim, halo_exchange, state_exchange};
 
 use crate::error::Result;
@@ -26,7 +26,7 @@ pub struct Flow {
 
 impl Flow {
     /// One after the other.
-    fn and(self, other: Self) -> Self {
+    pub(super) fn and(self, other: Self) -> Self {
         Self {
             messages: self.messages + other.messages,
             sent: self.sent + other.sent,
@@ -226,16 +226,13 @@ fn gather(numbers: &[usize], rank: usize, bytes: u64) -> Flow {
     Flow { messages: ranks - 1, sent: (ranks - 1) * own, received, peak }
 }
 
-/// A sum of `count` numbers over `ranks`: part `r` of the flat buffer goes to rank `r`, which adds the parts up; then every
-/// rank hands its sum to all others, in numbers of `gathered` bytes. Peaks are not planned.
-pub(super) fn reduction(count: u64, ranks: u64, rank: u64, [reduced, gathered]: [u64; 2]) -> [Flow; 2] {
-    if ranks == 1 {
-        return [Flow::default(); 2];
-    }
-    let own = (rank + 1) * count / ranks - rank * count / ranks;
-    let (others, all) = (ranks - 1, count - own);
+/// The sum of one bucket of `count` numbers over `ranks`: each rank's share goes to it, it adds up, and then hands what
+/// comes of it to all others, in numbers of `handed` bytes. An empty share is a message as well. Peaks are not planned.
+pub(super) fn reduction(count: usize, ranks: usize, rank: usize, [reduced, handed]: [u64; 2]) -> [Flow; 2] {
+    let (own, others) = (share(count, ranks, rank).len() as u64, ranks as u64 - 1);
+    let rest = count as u64 - own;
     [
-        Flow { messages: others, sent: all * reduced, received: others * own * reduced, peak: 0 },
-        Flow { messages: others, sent: others * own * gathered, received: all * gathered, peak: 0 },
+        Flow { messages: others, sent: rest * reduced, received: others * own * reduced, peak: 0 },
+        Flow { messages: others, sent: others * own * handed, received: rest * handed, peak: 0 },
     ]
 }
