@@ -1,8 +1,11 @@
 //! Groups within groups: who is in them, whose messages are whose, and sums that are on their way meanwhile.
 
 use candle_core::{DType, Device, Tensor};
-use candle_cp::comm::{Expected, Mesh, Tag, Traffic, share, threads};
+use candle_cp::comm::{Expected, Mesh, Pending, Tag, Traffic, share, threads};
 use candle_cp::{Communicator, Error};
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+use rand::{Rng, SeedableRng};
 use std::time::Duration;
 
 type Result<T> = std::result::Result<T, Error>;
@@ -86,12 +89,138 @@ fn what_is_on_its_way_in_one_group_leaves_the_others_alone() {
         let came = ring.exchange(tag, Some((other, numbers([rank]))), Some(expected))?.wait()?.unwrap();
         assert_eq!(came.tensor.to_vec1::<f64>()?, [(rank ^ 1) as f64]);
         assert_eq!(world.all_reduce_sum(&numbers([1]))?.to_vec1::<f64>()?, [4.0]);
-        let first = first.finish()?;
-        let gathered = sums.start_all_gather(&first, 0, Traffic::AllReduce)?;
         let second = second.finish()?;
         assert_eq!(second.to_vec1::<f64>()?, [6.0 * rank as f64]);
+        let first = first.finish()?;
+        let gathered = sums.start_all_gather(&first, 0, Traffic::AllReduce)?;
         let gathered = Tensor::cat(&gathered.finish()?, 0)?.to_vec1::<f64>()?;
         assert_eq!(gathered, (0..8).map(|i| f64::from(4 * i + 60)).collect::<Vec<_>>());
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Sums started in one order and finished in another on every second rank.
+#[test]
+fn sums_are_finished_in_any_order() {
+    for size in [2, 3, 5] {
+        run(size, |comm| {
+            let rank = comm.rank();
+            let start = |k: usize| {
+                let mine = numbers((0..10).map(|i| i + k * rank));
+                Ok::<_, Error>((k, comm.start_reduce_scatter(&mine, Traffic::ReduceScatter)?))
+            };
+            let mut sums = (0..4).map(start).collect::<Result<Vec<_>>>()?;
+            if rank % 2 == 1 {
+                sums.reverse();
+            }
+            for (k, sum) in sums {
+                let expected: Vec<f64> =
+                    share(10, size, rank).map(|i| (size * i + k * size * (size - 1) / 2) as f64).collect();
+                assert_eq!(sum.finish()?.to_vec1::<f64>()?, expected);
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+fn tag(call: u64, step: usize) -> Tag {
+    Tag { traffic: Traffic::KeyValue, call, step }
+}
+
+/// Numbers that say whose message it is.
+fn message(from: usize, call: u64, len: usize) -> Tensor {
+    numbers((0..len).map(|i| (i * 7 + from * 31 + call as usize * 13) % 101))
+}
+
+/// Rounds of exchanges with every other rank in several groups, posted in one order and waited for in another one on each
+/// rank; some are dropped.
+#[test]
+fn exchanges_are_waited_for_in_any_order_or_not_at_all() {
+    for size in 2..5 {
+        run(size, |comm| {
+            let groups = [comm.clone(), comm.split(0)?, comm.split(0)?];
+            let mut common = StdRng::seed_from_u64(5);
+            let mut own = StdRng::seed_from_u64(comm.rank() as u64);
+            for call in 0..12 {
+                let mut pending: Vec<(Box<dyn Pending>, Tensor)> = Vec::new();
+                for (group, channel) in groups.iter().enumerate() {
+                    for step in 1..size {
+                        let len = common.random_range(0..9);
+                        let call = call * 10 + group as u64;
+                        let (to, from) = ((comm.rank() + step) % size, (comm.rank() + size - step) % size);
+                        let expected = Expected { from, shape: (group != 1).then(|| vec![len]), dtype: DType::F64 };
+                        let sent = message(comm.rank(), call, len);
+                        let exchange = channel.exchange(tag(call, step), Some((to, sent)), Some(expected))?;
+                        pending.push((exchange, message(from, call, len)));
+                    }
+                }
+                pending.shuffle(&mut own);
+                for (exchange, expected) in pending {
+                    if own.random_range(0..4) == 0 {
+                        drop(exchange);
+                        continue;
+                    }
+                    let came = exchange.wait()?.expect("a message was expected");
+                    assert_eq!(came.tensor.to_vec1::<f64>()?, expected.to_vec1::<f64>()?);
+                }
+            }
+            let stats = comm.stats().of(Traffic::KeyValue);
+            assert_eq!((stats.bytes_alive, stats.messages_sent), (0, 36 * (size - 1)));
+            comm.barrier()
+        })
+        .unwrap();
+    }
+}
+
+/// A receive that is given up before its message is sent, and one after.
+#[test]
+fn a_dropped_exchange_takes_nothing_from_those_after_it() {
+    run(2, |comm| {
+        let (other, signal) = (1 - comm.rank(), comm.split(0)?);
+        let expected = || Some(Expected { from: other, shape: Some(vec![3]), dtype: DType::F64 });
+        for (call, early) in [(0, true), (2, false)] {
+            if comm.rank() == 0 {
+                if !early {
+                    signal.barrier()?;
+                }
+                drop(comm.exchange(tag(call, 0), None, expected())?);
+                if early {
+                    signal.barrier()?;
+                }
+                let came = comm.exchange(tag(call + 1, 0), None, expected())?.wait()?.expect("a message was expected");
+                assert_eq!(came.tensor.to_vec1::<f64>()?, message(1, call + 1, 3).to_vec1::<f64>()?);
+                continue;
+            }
+            if early {
+                signal.barrier()?;
+            }
+            let sent = [call, call + 1].map(|n| comm.exchange(tag(n, 0), Some((other, message(1, n, 3))), None));
+            if !early {
+                signal.barrier()?;
+            }
+            for exchange in sent {
+                assert!(exchange?.wait()?.is_none());
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Transposed views and parts of a graph travel as plain tensors.
+#[test]
+fn what_comes_is_contiguous_and_without_a_graph() {
+    run(2, |comm| {
+        let other = 1 - comm.rank();
+        let weight = candle_core::Var::from_tensor(&message(comm.rank(), 0, 6).reshape((2, 3))?)?;
+        let sent = (weight.as_tensor() * 2.0)?.t()?;
+        let expected = Expected { from: other, shape: Some(vec![3, 2]), dtype: DType::F64 };
+        let came = comm.exchange(tag(0, 0), Some((other, sent)), Some(expected))?.wait()?.expect("expected").tensor;
+        assert!(came.is_contiguous() && !came.track_op());
+        let theirs = (message(other, 0, 6).reshape((2, 3))?.t()? * 2.0)?;
+        assert_eq!(came.to_vec2::<f64>()?, theirs.to_vec2::<f64>()?);
         Ok(())
     })
     .unwrap();

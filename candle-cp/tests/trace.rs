@@ -138,16 +138,15 @@ fn what_the_ring_sends_travels_while_chunks_are_computed() {
             assert!(covered > 0, "hop {hop}: a message travels during a whole chunk of its receiver");
         }
     }
-    // The way home: after the gradient is there, until its owner has worked on one chunk more.
+    // The way home: after the gradient is there; its owner expects it after its own chunk of the hop, and takes it in a wait.
     let (kind, name) = (Traffic::KeyValueGradient.name(), "attention backward");
     for Traced { spans, .. } in &all {
         for hop in 1..RANKS as u64 {
             let message = tagged(spans, Row::Transfers, kind, (backward, hop));
             assert!(tagged(spans, Row::Compute, name, (backward, hop)).end <= message.begin);
-            if hop + 1 < RANKS as u64 {
-                let owner = &all[message.number("to").unwrap() as usize].spans;
-                assert!(tagged(owner, Row::Compute, name, (backward, hop + 1)).end <= message.end);
-            }
+            let owner = &all[message.number("to").unwrap() as usize].spans;
+            assert!(tagged(owner, Row::Compute, name, (backward, hop)).end <= message.end);
+            assert!(message.end <= tagged(owner, Row::Waits, kind, (backward, hop)).end);
         }
     }
 }

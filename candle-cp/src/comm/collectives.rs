@@ -29,8 +29,8 @@ struct AllToAll {
 }
 
 impl AllToAll {
-    fn start(
-        comm: &dyn Communicator,
+    fn start<C: Communicator + ?Sized>(
+        comm: &C,
         traffic: Traffic,
         expected: impl Fn(usize) -> Expected,
         send: impl Fn(usize) -> Result<Tensor>,
@@ -68,7 +68,7 @@ pub struct Gathering {
 }
 
 impl Gathering {
-    pub(super) fn start(comm: &dyn Communicator, x: &Tensor, dim: usize, traffic: Traffic) -> Result<Self> {
+    pub(super) fn start<C: Communicator + ?Sized>(comm: &C, x: &Tensor, dim: usize, traffic: Traffic) -> Result<Self> {
         let own = x.detach().contiguous()?;
         let dtype = own.dtype();
         let world = (0..comm.size()).map(|rank| comm.world_rank(rank)).collect();
@@ -112,7 +112,7 @@ pub struct Reducing {
 }
 
 impl Reducing {
-    pub(super) fn start(comm: &dyn Communicator, x: &Tensor, traffic: Traffic) -> Result<Self> {
+    pub(super) fn start<C: Communicator + ?Sized>(comm: &C, x: &Tensor, traffic: Traffic) -> Result<Self> {
         let (rank, size) = (comm.rank(), comm.size());
         let flat = x.detach().contiguous()?.flatten_all()?;
         let part = |rank: usize| {
@@ -122,8 +122,9 @@ impl Reducing {
         let own = part(rank)?;
         let expected = |from| Expected { from, shape: Some(own.dims().to_vec()), dtype: own.dtype() };
         let messages = AllToAll::start(comm, traffic, expected, part)?;
-        // A copy, where the share is not all there is: a view would keep the whole tensor alive.
-        let own = if size > 1 { own.copy()? } else { own };
+        // Memory of its own, where the share is not all there is: a view, and candle's `copy`, keep the whole tensor's.
+        // Not all devices give out memory of no bytes.
+        let own = if size > 1 && own.elem_count() > 0 { own.force_contiguous()? } else { own };
         Ok(Self { own, messages })
     }
 

@@ -15,7 +15,7 @@ pub(super) trait Transport: Send + Sync + Debug {
     /// This rank and the number of ranks.
     fn place(&self) -> (usize, usize);
 
-    /// As [`Communicator::exchange`]; ranks have been checked. Records, in the trace of the counters, a `transfer` of what is
+    /// As [`Communicator::exchange`]; ranks have been checked, and what is sent is contiguous and without a graph. Records, in the trace of the counters, a `transfer` of what is
     /// sent and in [`Pending::wait`] a `wait`.
     fn post(
         &self,
@@ -95,7 +95,8 @@ impl<T: Transport + 'static> Communicator for Group<T> {
     }
 
     fn exchange(&self, tag: Tag, send: Option<(usize, Tensor)>, receive: Option<Expected>) -> Result<Box<dyn Pending>> {
-        let send = send.map(|(to, tensor)| Ok::<_, Error>((self.peer(to)?, tensor))).transpose()?;
+        let send =
+            send.map(|(to, tensor)| Ok::<_, Error>((self.peer(to)?, tensor.detach().contiguous()?))).transpose()?;
         let receive = receive.map(|expected| {
             let from = self.peer(expected.from)?;
             Ok::<_, Error>(Expected { from, ..expected })

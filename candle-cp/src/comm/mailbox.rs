@@ -4,12 +4,16 @@ use super::group::Channel;
 use super::{Expected, OpenSpan, Tag};
 use crate::error::{Error, Result};
 use candle_core::Tensor;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Set when the receiver has taken the message.
+/// Receiver, sender, channel.
+type Way = (usize, usize, Channel);
+
+/// Set when the receiver has taken the message: in any wait after it has posted the receive. If that took the wait for this
+/// very message, two ranks that wait for two exchanges in opposite order would block each other.
 pub(super) type Taken = Arc<AtomicBool>;
 
 struct Message {
@@ -17,13 +21,57 @@ struct Message {
     tensor: Tensor,
     taken: Taken,
     /// On its way, until it is taken.
-    transfer: OpenSpan,
+    transfer: Option<OpenSpan>,
+}
+
+impl Message {
+    /// Whether it was not taken before.
+    fn take(&mut self) -> bool {
+        self.transfer = None;
+        // Under the lock: between a sender's look at the flag and its sleep, the wake-up would be lost.
+        !self.taken.swap(true, Ordering::AcqRel)
+    }
+}
+
+/// Messages of one way. The n-th that is sent is for the n-th receive that is posted, whichever is waited for first.
+#[derive(Default)]
+struct Lane {
+    sent: u64,
+    posted: u64,
+    messages: BTreeMap<u64, Message>,
+    /// Receives that were given up before their message was sent.
+    dropped: BTreeSet<u64>,
+}
+
+/// A receive that was posted; dropped, it gives up its message.
+pub(super) struct Slot {
+    world: Arc<World>,
+    way: Way,
+    number: u64,
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let mut state = self.world.lock();
+        let lane = state.lanes.entry(self.way).or_default();
+        // Nothing is left to do where it was received: then it has been sent and is gone.
+        let mut unwanted = lane.messages.remove(&self.number);
+        if self.number >= lane.sent {
+            lane.dropped.insert(self.number);
+        }
+        let taken = unwanted.as_mut().is_some_and(Message::take);
+        // A tensor's memory is given back without the lock.
+        drop(state);
+        drop(unwanted);
+        if taken {
+            self.world.changed[self.way.1].notify_all();
+        }
+    }
 }
 
 #[derive(Default)]
 struct State {
-    /// Messages by sender, receiver and channel, in the order they were sent.
-    queues: BTreeMap<(usize, usize, Channel), VecDeque<Message>>,
+    lanes: BTreeMap<Way, Lane>,
     /// The first rank that failed, and its error.
     failure: Option<(usize, String)>,
     /// Ranks that have returned.
@@ -75,29 +123,40 @@ impl World {
         self.lock().failure.clone()
     }
 
-    /// Puts a message on its way: from, to, channel.
-    pub fn send(&self, way: (usize, usize, Channel), tag: Tag, tensor: Tensor, transfer: OpenSpan) -> Result<Taken> {
-        let (from, to, _) = way;
+    /// Puts a message on its way.
+    pub fn send(&self, way: Way, tag: Tag, tensor: Tensor, transfer: OpenSpan) -> Result<Taken> {
+        let (to, from, _) = way;
         let taken = Taken::default();
+        let mut message = Message { tag, tensor, taken: taken.clone(), transfer: Some(transfer) };
         let mut state = self.lock();
         check_failure(&state, &Wait { rank: from, peer: to, tag, expected: None })?;
-        state.queues.entry(way).or_default().push_back(Message { tag, tensor, taken: taken.clone(), transfer });
+        let lane = state.lanes.entry(way).or_default();
+        let number = lane.sent;
+        lane.sent += 1;
+        if lane.dropped.remove(&number) {
+            message.take();
+        } else {
+            lane.messages.insert(number, message);
+        }
         drop(state);
         self.changed[to].notify_all();
         Ok(taken)
     }
 
-    /// The next message from `wait.peer` on a channel, checked against the tag and what was expected.
-    pub fn receive(&self, wait: &Wait, channel: Channel) -> Result<Tensor> {
-        let (tag, tensor) = self.wait_for(wait, |state| {
-            let Message { tag, tensor, taken, transfer } =
-                state.queues.get_mut(&(wait.peer, wait.rank, channel))?.pop_front()?;
-            drop(transfer);
-            // Under the lock: between a sender's look at the flag and its sleep, the wake-up would be lost.
-            taken.store(true, Ordering::Release);
-            Some((tag, tensor))
-        })?;
-        self.changed[wait.peer].notify_all();
+    /// Posts a receive.
+    pub fn post(self: &Arc<Self>, way: Way) -> Slot {
+        let mut state = self.lock();
+        let lane = state.lanes.entry(way).or_default();
+        let number = lane.posted;
+        lane.posted += 1;
+        drop(state);
+        Slot { world: self.clone(), way, number }
+    }
+
+    /// The message of a receive, checked against the tag and what was expected.
+    pub fn receive(&self, wait: &Wait, slot: &Slot) -> Result<Tensor> {
+        let Message { tag, tensor, .. } =
+            self.wait_for(wait, |state| state.lanes.get_mut(&slot.way)?.messages.remove(&slot.number))?;
         check_message(wait, tag, &tensor)?;
         Ok(tensor)
     }
@@ -107,10 +166,21 @@ impl World {
         self.wait_for(wait, |_| taken.load(Ordering::Acquire).then_some(()))
     }
 
+    /// Takes what has come for a rank's posted receives.
+    fn take_posted(&self, state: &mut State, rank: usize) {
+        for ((_, from, _), lane) in state.lanes.range_mut((rank, 0, 0)..(rank + 1, 0, 0)) {
+            let posted = lane.messages.range_mut(..lane.posted);
+            if posted.fold(false, |any, (_, message)| message.take() || any) {
+                self.changed[*from].notify_all();
+            }
+        }
+    }
+
     fn wait_for<T>(&self, wait: &Wait, mut ready: impl FnMut(&mut State) -> Option<T>) -> Result<T> {
         let start = Instant::now();
         let mut state = self.lock();
         loop {
+            self.take_posted(&mut state, wait.rank);
             if let Some(value) = ready(&mut state) {
                 return Ok(value);
             }

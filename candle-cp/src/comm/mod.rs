@@ -136,9 +136,11 @@ pub struct Received {
     pub(crate) _alive: Box<dyn Any + Send>,
 }
 
-/// An exchange that was posted.
+/// An exchange that was posted. Exchanges may be waited for in any order, another one on each rank; one that is dropped
+/// without a wait takes nothing from the others.
 pub trait Pending: Send {
-    /// Waits until the expected message is here and the sent one has been taken. `None` if nothing was expected.
+    /// Waits until the expected message is here and the sent one has been taken, for which its receiver has to have posted
+    /// its part but not to wait for this exchange. `None` if nothing was expected.
     ///
     /// # Errors
     /// A peer that failed, left, sent something else, or stayed silent past the deadline.
@@ -148,7 +150,7 @@ pub trait Pending: Send {
 /// A group of ranks. Every rank has to make the same calls in the same order.
 ///
 /// Collectives are built on [`Communicator::exchange`]; a backend may replace them by its own.
-pub trait Communicator: Send + Sync + Debug + AsCommunicator {
+pub trait Communicator: Send + Sync + Debug {
     /// This rank, `0..size`.
     fn rank(&self) -> usize;
 
@@ -158,8 +160,9 @@ pub trait Communicator: Send + Sync + Debug + AsCommunicator {
     /// A number for the next call, the same on all ranks.
     fn next_call(&self) -> u64;
 
-    /// Posts a send and a receive and returns at once. Sent tensors are contiguous and must not change until the
-    /// exchange is waited for.
+    /// Posts a send and a receive and returns at once. A sent tensor must not change in place until the exchange has been
+    /// waited for; between threads, where what is received is the sender's own memory, not as long as the receiver uses it
+    /// either. A tensor that is not contiguous is copied first; its graph stays here.
     ///
     /// # Errors
     /// A peer outside of the group, or a group that has already failed.
@@ -202,7 +205,7 @@ pub trait Communicator: Send + Sync + Debug + AsCommunicator {
     /// # Errors
     /// A group that has already failed.
     fn start_all_gather(&self, x: &Tensor, dim: usize, traffic: Traffic) -> Result<Gathering> {
-        Gathering::start(self.me(), x, dim, traffic)
+        Gathering::start(self, x, dim, traffic)
     }
 
     /// Slices of all ranks, in rank order; they may differ in size along `dim` only.
@@ -227,13 +230,14 @@ pub trait Communicator: Send + Sync + Debug + AsCommunicator {
     /// # Errors
     /// A group that has already failed.
     fn start_reduce_scatter(&self, x: &Tensor, traffic: Traffic) -> Result<Reducing> {
-        Reducing::start(self.me(), x, traffic)
+        Reducing::start(self, x, traffic)
     }
 
     /// This rank's [`share`] of the sum over ranks, in one dimension, as [`Communicator::start_reduce_scatter`].
     ///
     /// # Errors
-    /// As [`Pending::wait`].
+    /// As [`Pending::wait`]. Ranks have to pass tensors of one shape; what is noticed is another number of elements in a
+    /// share.
     fn reduce_scatter_sum(&self, x: &Tensor) -> Result<Tensor> {
         self.start_reduce_scatter(x, Traffic::ReduceScatter)?.finish()
     }
@@ -241,7 +245,8 @@ pub trait Communicator: Send + Sync + Debug + AsCommunicator {
     /// The sum over ranks, the same bits on every rank: each element is added up once, in rank order.
     ///
     /// # Errors
-    /// As [`Communicator::all_gather`].
+    /// As [`Pending::wait`]. Ranks have to pass tensors of one shape; what is noticed is another number of elements in a
+    /// share.
     fn all_reduce_sum(&self, x: &Tensor) -> Result<Tensor> {
         if self.size() == 1 {
             return Ok(x.detach());
@@ -281,17 +286,5 @@ pub trait Communicator: Send + Sync + Debug + AsCommunicator {
         let token = Tensor::zeros(1, DType::U8, &candle_core::Device::Cpu)?;
         self.all_gather_uneven(&token, usize::MAX, Traffic::Barrier)?;
         Ok(())
-    }
-}
-
-/// Any communicator as a trait object, for the methods that a backend may leave as they are.
-pub trait AsCommunicator {
-    /// Itself.
-    fn me(&self) -> &dyn Communicator;
-}
-
-impl<T: Communicator> AsCommunicator for T {
-    fn me(&self) -> &dyn Communicator {
-        self
     }
 }

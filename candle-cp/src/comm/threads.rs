@@ -1,7 +1,7 @@
 //! Ranks as threads of one process: no set-up, nothing is copied.
 
 use super::group::{Channel, Group, Transport};
-use super::mailbox::{Taken, Wait, World};
+use super::mailbox::{Slot, Taken, Wait, World};
 use super::{Alive, Clock, Communicator, Counters, Expected, Pending, Received, Tag};
 use crate::error::{Error, Result};
 use candle_core::Tensor;
@@ -58,19 +58,18 @@ where
     let (world, clock) = (Arc::new(World::new(size, options.deadline)), Clock::start());
     let results: Vec<std::result::Result<T, BoxError>> = std::thread::scope(|scope| {
         let start = |rank: usize| {
-            let (world, f) = (world.clone(), &f);
-            std::thread::Builder::new()
+            let (shared, f) = (world.clone(), &f);
+            let thread = std::thread::Builder::new()
                 .name(format!("rank {rank}"))
                 .stack_size(options.stack_bytes)
-                .spawn_scoped(scope, move || run_rank((rank, size), world, clock, f))
+                .spawn_scoped(scope, move || run_rank((rank, size), shared, clock, f));
+            // At once: those that run may wait for it already.
+            thread.inspect_err(|e| world.fail(rank, format!("its thread could not be started: {e}")))
         };
         let threads: Vec<_> = (0..size).map(start).collect();
-        let joined = threads.into_iter().enumerate().map(|(rank, thread)| match thread {
+        let joined = threads.into_iter().map(|thread| match thread {
             Ok(thread) => thread.join().expect("a rank thread catches its panics"),
-            Err(e) => {
-                world.fail(rank, format!("its thread could not be started: {e}"));
-                Err(e.into())
-            }
+            Err(e) => Err(e.into()),
         });
         joined.collect()
     });
@@ -150,10 +149,14 @@ impl Transport for ThreadRank {
             let guard = Alive::new(&self.counters, tag.traffic, &tensor);
             self.counters.sent(tag.traffic, guard.bytes());
             let transfer = self.counters.trace().transfer(tag, to, guard.bytes());
-            sent = Some((to, self.world.send((self.rank, to, channel), tag, tensor, transfer)?, guard));
+            sent = Some((to, self.world.send((to, self.rank, channel), tag, tensor, transfer)?, guard));
         }
         let (world, counters) = (self.world.clone(), self.counters.clone());
-        Ok(Box::new(ThreadPending { rank: self.rank, world, counters, channel, tag, sent, receive }))
+        let receive = receive.map(|expected| {
+            let slot = world.post((self.rank, expected.from, channel));
+            (expected, slot)
+        });
+        Ok(Box::new(ThreadPending { rank: self.rank, world, counters, tag, sent, receive }))
     }
 
     fn counters(&self) -> &Arc<Counters> {
@@ -173,15 +176,14 @@ struct ThreadPending {
     rank: usize,
     world: Arc<World>,
     counters: Arc<Counters>,
-    channel: Channel,
     tag: Tag,
     sent: Option<(usize, Taken, Alive)>,
-    receive: Option<Expected>,
+    receive: Option<(Expected, Slot)>,
 }
 
 impl Pending for ThreadPending {
     fn wait(self: Box<Self>) -> Result<Option<Received>> {
-        let (from, to) = (self.receive.as_ref().map(|e| e.from), self.sent.as_ref().map(|(to, ..)| *to));
+        let (from, to) = (self.receive.as_ref().map(|(e, _)| e.from), self.sent.as_ref().map(|(to, ..)| *to));
         let _span = self.counters.trace().wait(self.tag, from, to);
         let start = Instant::now();
         let received = self.take();
@@ -192,9 +194,9 @@ impl Pending for ThreadPending {
 
 impl ThreadPending {
     fn take(&self) -> Result<Option<Received>> {
-        let received = self.receive.as_ref().map(|expected| {
+        let received = self.receive.as_ref().map(|(expected, slot)| {
             let wait = Wait { rank: self.rank, peer: expected.from, tag: self.tag, expected: Some(expected) };
-            let tensor = self.world.receive(&wait, self.channel)?;
+            let tensor = self.world.receive(&wait, slot)?;
             let alive = Alive::new(&self.counters, self.tag.traffic, &tensor);
             self.counters.received(self.tag.traffic, alive.bytes());
             Ok::<_, Error>(Received { tensor, _alive: Box::new(alive) })

@@ -1,9 +1,9 @@
 //! Groups within groups over NCCL, and sums of which each rank keeps its share.
 
-use super::{Comm, DTYPES, LONG, expect, numbers, run, run_with, tag, tensor, values};
+use super::{Comm, DTYPES, LONG, expect, numbers, place, run, run_with, tag, tensor, values};
 use candle_core::{DType, Device, Tensor};
+use candle_cp::Error;
 use candle_cp::comm::{Mesh, Traffic, nccl, share, threads};
-use candle_cp::{Error, LaunchEnvironment};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -287,9 +287,8 @@ fn errors_in_a_group_name_ranks_of_the_world() {
 fn an_nccl_that_cannot_split_is_told_and_works_otherwise() {
     const OLD: &str = "libnccl-old.so.2";
     let Ok(device) = Device::new_cuda_with_stream(0) else { return };
-    let place = LaunchEnvironment { rank: 0, size: 1, local_rank: 0, address: "127.0.0.1".into(), port: 1 };
     let options = nccl::Options { library: Some(OLD.into()), ..Default::default() };
-    if let Err(error) = nccl::connect(&device, &place, &options) {
+    if let Err(error) = nccl::connect(&device, &place(0, 1, 1), &options) {
         eprintln!("not tested: {error}");
         return;
     }

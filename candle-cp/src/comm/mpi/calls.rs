@@ -128,8 +128,19 @@ impl Mpi {
         Ok(tested.collect())
     }
 
-    /// Ends MPI; returns when the other ranks do so, too.
-    pub fn finalize(self) {
+    /// Lets MPI work while there is no request to test.
+    pub fn work(&mut self) -> Result<(), String> {
+        let mut flag = 0;
+        // SAFETY: only looks for messages, whose status is not asked for.
+        let code = unsafe {
+            let (any, status) = ((ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG), ffi::RSMPI_STATUS_IGNORE);
+            ffi::MPI_Iprobe(any.0, any.1, self.comm, &mut flag, status)
+        };
+        checked(code, "MPI_Iprobe")
+    }
+
+    /// Ends MPI; returns when the other ranks do so, too. Nothing else may be called from then on.
+    pub fn finalize(&mut self) {
         // SAFETY: no request is left. The code says nothing that could still be acted on.
         unsafe { ffi::MPI_Finalize() };
     }

@@ -22,6 +22,10 @@ const SHORTEST_PAUSE: Duration = Duration::from_micros(20);
 /// While large messages travel: MPI moves a limited amount at each poll.
 const PAUSE_OF_TRANSFERS: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_micros(500);
+/// With nothing on its way, for a while and then.
+const IDLE: Duration = Duration::from_millis(1);
+const LONG_IDLE: Duration = Duration::from_millis(10);
+const LONG: Duration = Duration::from_secs(1);
 
 /// An exchange that a rank posts.
 pub struct Post {
@@ -84,12 +88,13 @@ pub struct Engine {
     receiving: BTreeMap<u64, Receiving>,
     lanes: BTreeMap<(usize, Channel), Lane>,
     next: u64,
+    finalized: bool,
 }
 
 impl Engine {
     pub fn new(mpi: Mpi, shared: Arc<Shared>, piece_bytes: usize) -> Self {
         let (requests, jobs, sending, receiving, lanes) = Default::default();
-        Self { mpi, shared, piece_bytes, requests, jobs, sending, receiving, lanes, next: 0 }
+        Self { mpi, shared, piece_bytes, requests, jobs, sending, receiving, lanes, next: 0, finalized: false }
     }
 
     /// Works until nobody can post any more; then messages on their way have `patience` to be done, and MPI is finalized.
@@ -98,12 +103,7 @@ impl Engine {
         shorten_pauses();
         let mut quiet = Instant::now();
         loop {
-            let post = if self.requests.is_empty() {
-                posts.recv().map_err(|_| RecvTimeoutError::Disconnected)
-            } else {
-                self.next_post(posts, quiet.elapsed())
-            };
-            match post {
+            match self.next_post(posts, quiet.elapsed()) {
                 Ok(post) => {
                     self.accept(post);
                     posts.try_iter().for_each(|post| self.accept(post));
@@ -113,7 +113,7 @@ impl Engine {
                 Err(RecvTimeoutError::Disconnected) => break,
             }
             if self.shared.is_over() {
-                return self.abandon();
+                return;
             }
             if self.progress() {
                 quiet = Instant::now();
@@ -128,14 +128,18 @@ impl Engine {
             self.shared.end("left the group while messages to or for it were on their way");
         }
         if self.shared.is_over() {
-            return self.abandon();
+            return;
         }
         self.shared.leave();
         self.mpi.finalize();
+        self.finalized = true;
     }
 
     /// What is posted before the next poll is due.
     fn next_post(&self, posts: &Receiver<Post>, quiet: Duration) -> std::result::Result<Post, RecvTimeoutError> {
+        if self.requests.is_empty() {
+            return posts.recv_timeout(if quiet < LONG { IDLE } else { LONG_IDLE });
+        }
         if quiet < SPIN {
             std::hint::spin_loop();
             return posts.try_recv().map_err(|e| match e {
@@ -146,11 +150,6 @@ impl Engine {
         let transfers = !self.sending.is_empty() || !self.receiving.is_empty();
         let longest = if transfers { PAUSE_OF_TRANSFERS } else { LONGEST_PAUSE };
         posts.recv_timeout((quiet / 16).clamp(SHORTEST_PAUSE, longest))
-    }
-
-    /// MPI may still read and write the memory of what is on its way, also from another process: it is never freed.
-    fn abandon(self) {
-        std::mem::forget((self.sending, self.receiving, self.lanes));
     }
 
     fn accept(&mut self, post: Post) {
@@ -216,6 +215,11 @@ impl Engine {
 
     /// Polls once; whether something was done.
     fn progress(&mut self) -> bool {
+        if self.requests.is_empty() {
+            // What counts as sent may not have left the process yet.
+            let worked = self.mpi.work();
+            return worked.map_err(|text| self.shared.end(&text)).is_err();
+        }
         let mut tested = match self.mpi.test(&mut self.requests) {
             Ok(tested) => tested,
             Err(text) => {
@@ -332,6 +336,20 @@ impl Engine {
         let text = error.to_string();
         tell(error);
         self.shared.end(&text);
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if self.finalized {
+            return;
+        }
+        // MPI may still read and write the memory of what is on its way, also from another process: it is never freed.
+        let (sending, receiving) = (std::mem::take(&mut self.sending), std::mem::take(&mut self.receiving));
+        std::mem::forget((sending, receiving, std::mem::take(&mut self.lanes)));
+        if std::thread::panicking() {
+            self.shared.end("the thread that talks to MPI has panicked");
+        }
     }
 }
 

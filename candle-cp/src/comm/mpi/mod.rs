@@ -9,7 +9,8 @@
 //! condition variable, so that a wait has its deadline whatever MPI does, and messages travel while the rank computes, also
 //! large ones and those through shared memory, which MPI moves only while it is called. The thread polls: without a pause
 //! for 50 us after something has happened, then with pauses of up to 0.1 ms while tensors travel and 0.5 ms while only
-//! headers are waited for. With nothing on its way it sleeps.
+//! headers are waited for. With nothing on its way it still calls MPI, every millisecond for a second and every 10 ms from
+//! then on, since MPI may have work of its own left, such as the end of a message that counts as sent.
 //!
 //! An exchange is complete when what was expected is here and MPI is done with what was sent: small messages may still lie
 //! in a buffer of MPI's then.
@@ -221,8 +222,7 @@ impl Transport for MpiRank {
                 self.shared.counters.sent(tag.traffic, alive.bytes());
                 let transfer = self.shared.counters.trace().transfer(tag, to, alive.bytes());
                 sent = Some((to, alive));
-                // The graph is not kept; contiguous tensors are not copied.
-                Some((to, tensor.detach().contiguous()?, header, transfer))
+                Some((to, tensor, header, transfer))
             }
             None => {
                 self.shared.check(tag, &peers, 0)?;

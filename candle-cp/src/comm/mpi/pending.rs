@@ -85,10 +85,13 @@ impl MpiPending {
             }
             self.shared.check(self.tag, &format!("rank {peer}"), bytes)?;
             if self.shared.has_left(peer) && left_at.get_or_insert_with(Instant::now).elapsed() > GRACE {
+                // What follows writes to other ranks, which the thread that talks to MPI need not wait for.
+                drop(progress);
                 let (rank, operation) = (self.shared.rank, self.tag.to_string());
                 return Err(self.end(Error::PeerLeft { rank, operation, peer }));
             }
             let Some(left) = self.deadline.checked_sub(start.elapsed()) else {
+                drop(progress);
                 let (rank, operation, waited) = (self.shared.rank, self.tag.to_string(), self.deadline);
                 return Err(self.end(Error::Timeout { rank, operation, peer, waited, bytes }));
             };
