@@ -35,6 +35,8 @@ pub(crate) fn text_layer(config: &Config, index: usize) -> String {
 impl Config {
     /// The decoder layer, counted from 0, that a tensor or an adapter belongs to by its name.
     pub fn decoder_layer(&self, name: &str) -> Option<usize> {
+        // Adapters are named as PEFT does.
+        let name = name.strip_prefix("base_model.model.").unwrap_or(name);
         let rest = name.strip_prefix(text_prefix(self))?.strip_prefix(".layers.")?;
         rest.split_once('.')?.0.parse().ok()
     }

@@ -24,8 +24,6 @@ pub(super) struct Work {
     pub vision_trained: bool,
     pub lora_rank: Option<u64>,
     pub recompute: bool,
-    /// Gradients of recomputed layers go into sums over ranks while backward is at work.
-    pub gives: bool,
     /// Ranks that sum gradients.
     pub ranks: u64,
     /// By layer: keys of other ranks that lending layers keep, and remote bytes that are held in forward and backward.
@@ -76,7 +74,7 @@ pub(super) fn pass_memory(shape: &DecoderShape, work: &Work) -> PassMemory {
     let head = if shape.tied { table } else { tape.weight(table_bytes, trained) };
     let (loss, loss_bytes) = loss(&mut tape, shape, work, (hidden, head));
     let giving = Giving { widths: [work.gradient_number(), WIDE], ranks: work.ranks };
-    let mut meter = Meter::new(work.gives.then_some(giving));
+    let mut meter = Meter::new(work.recompute.then_some(giving));
     tape.forward(&mut meter);
     tape.backward(&mut meter, &[loss], true);
     let weight_gradients = meter.weight_gradients;

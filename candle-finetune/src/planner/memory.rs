@@ -150,15 +150,7 @@ pub(super) fn memory(parameters: &Parameters, request: &Request, shape: &Decoder
     let late = pass.weight_gradients / work.gradient_number() * WIDE;
     let copies = if work.gradient_number() < WIDE { late } else { 0 };
     let collected = pass.kept + pass.weight_gradients + copies + pass.shares;
-    let held = trained * WIDE;
-    let earlier = if request.accumulate > 1 { held } else { 0 };
-    // Only the last batch gives its layers' gradients away in backward. Batches before it keep all to their end, beside the
-    // sums from the third batch on.
-    let before = match request.accumulate {
-        1 => 0,
-        2 => keeping_pass(shape, work),
-        _ => keeping_pass(shape, work) + held,
-    };
+    let earlier = if request.accumulate > 1 { trained * WIDE } else { 0 };
     let ranks = request.ranks() as u64;
     // A bucket end to end and what comes of it from other ranks.
     let [largest, largest_bucket] = [parameters.largest, parameters.largest_bucket].map(|numbers| numbers * WIDE);
@@ -183,17 +175,11 @@ pub(super) fn memory(parameters: &Parameters, request: &Request, shape: &Decoder
         vision: pass.vision,
         loss: pass.loss,
         in_flight: work.remote.iter().flatten().copied().max().unwrap_or(0),
-        pass: (pass.peak.bytes.max(collected) + earlier).max(before),
+        pass: pass.peak.bytes.max(collected) + earlier,
         pass_peak: if collected > pass.peak.bytes { "gradients, collected".to_string() } else { pass.peak.place },
         pass_gradients: pass.peak.weight_gradients,
         update,
     }
-}
-
-/// The most that a pass needs whose gradients all stay to its end.
-fn keeping_pass(shape: &DecoderShape, work: &Work) -> u64 {
-    let pass = pass_memory(shape, &Work { gives: false, ..work.clone() });
-    pass.peak.bytes.max(pass.kept + pass.weight_gradients)
 }
 
 fn in_flight(traffic: &super::traffic::RankTraffic) -> u64 {
@@ -224,7 +210,6 @@ pub(super) fn work(request: &Request, slices: &Slices) -> Work {
         vision_trained: request.lora_rank.is_none() && !request.freeze.contains(&Part::Vision),
         lora_rank: request.lora_rank.map(|rank| rank as u64),
         recompute: request.recompute,
-        gives: request.recompute,
         ranks: request.ranks() as u64,
         gathered_keys: layers.clone().map(|(layer, _)| gathered(&layer.mixer)).collect(),
         remote: layers.map(|(_, traffic)| [0, 1].map(|pass| in_flight(&traffic[slices.rank][pass]))).collect(),
