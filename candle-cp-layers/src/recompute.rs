@@ -320,10 +320,13 @@ mod tests {
         Ok(())
     }
 
+    /// The layer, and the gradients of weights.
+    type Taken = (usize, Vec<(Tensor, Tensor)>);
+
     /// Notes what it takes; fails at a layer.
     #[derive(Debug, Default)]
     struct Noting {
-        taken: Mutex<Vec<(usize, Vec<(Tensor, Tensor)>)>>,
+        taken: Mutex<Vec<Taken>>,
         fails_at: Option<usize>,
     }
 

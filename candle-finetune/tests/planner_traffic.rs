@@ -205,7 +205,7 @@ fn assert_sums(name: &str, dtype: DType, recompute: bool, zero: bool, lora_rank:
         let mut trainer = Trainer::new(&job, &settings, comm.clone())?;
         comm.barrier()?;
         let before = comm.stats();
-        trainer.step(&[batch.clone()])?;
+        trainer.step(std::slice::from_ref(&batch))?;
         comm.barrier()?;
         Ok::<_, candle_finetune::Error>([before, comm.stats()])
     });
