@@ -60,6 +60,11 @@ impl Launch {
         self.place.as_ref().is_none_or(|place| place.rank == 0)
     }
 
+    /// Whether a launcher started this process as one of several.
+    pub fn is_one_of_several(&self) -> bool {
+        self.size().is_some_and(|size| size > 1)
+    }
+
     /// Processes that a launcher has started, if one has.
     pub fn size(&self) -> Option<usize> {
         self.place.as_ref().map(|place| place.size)

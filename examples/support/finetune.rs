@@ -40,7 +40,7 @@ pub fn main(family: Family) -> ExitCode {
     let mut stdout = std::io::stdout();
     let mut launched = false;
     let told = settings(family, &flags).and_then(|config| {
-        launched = config.launch.size().is_some_and(|size| size > 1);
+        launched = config.launch.is_one_of_several();
         // SAFETY: nothing has started a thread yet.
         unsafe { config.launch.prepare_process(&config) };
         let (text, code) = finetune(config, &flags, stdout.is_terminal())?;
