@@ -19,7 +19,7 @@ pub struct Counter {
     pub bytes_alive: usize,
     /// The largest value that `bytes_alive` had.
     pub peak_bytes_alive: usize,
-    /// Time in [`Pending::wait`]: this rank could not go on for want of its peers.
+    /// Time in [`Pending::wait`](super::Pending::wait): this rank could not go on for want of its peers.
     pub waited: Duration,
 }
 
@@ -38,7 +38,7 @@ impl CommStats {
         self.0.values().map(|c| c.bytes_sent).sum()
     }
 
-    /// Time in [`Pending::wait`], all kinds: point to point, collectives and barriers.
+    /// Time in [`Pending::wait`](super::Pending::wait), all kinds: point to point, collectives and barriers.
     pub fn waited(&self) -> Duration {
         self.0.values().map(|c| c.waited).sum()
     }
