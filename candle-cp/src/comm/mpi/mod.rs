@@ -20,14 +20,14 @@
 //! A header with tag, type and shape, then the tensor's bytes in pieces, both in the order of sending per channel. The
 //! receiver makes room when the header has come and fits; MPI writes to the memory of the tensor directly, and reads that of
 //! the sent one in place. Any difference between header and what is expected is
-//! [`Error::Mismatch`](crate::Error::Mismatch) and ends the group. Machines of one byte order only.
+//! [`Error::Mismatch`] and ends the group. Machines of one byte order only.
 //!
 //! # Failing
 //!
 //! MPI itself cannot tell a rank that is slow from one that is gone. The ranks therefore also keep TCP connections to rank 0
 //! ([`lifeline`](super::lifeline)), whose address MPI hands out. The first failure (a mismatch, a fault of MPI's, the
 //! deadline, [`Communicator::abort`], a panic, a process that was killed) ends waits and later calls of all ranks at once
-//! with [`Error::PeerFailed`](crate::Error::PeerFailed). From then on MPI is not called any more, not even to finalize it,
+//! with [`Error::PeerFailed`]. From then on MPI is not called any more, not even to finalize it,
 //! which would hang: the process is expected to end with an error.
 //!
 //! Launchers kill the other processes when one ends without having finalized MPI; OpenMPI's `mpirun` sends them SIGTERM and
@@ -35,7 +35,7 @@
 //! through the SIGTERM, and to stay for a moment after it has said so, for the sake of the others.
 //!
 //! Dropped without failure, the group is finalized, which waits for the other ranks to do so, for the time of one message at
-//! most. Ranks that wait for one that has left get [`Error::PeerLeft`](crate::Error::PeerLeft).
+//! most. Ranks that wait for one that has left get [`Error::PeerLeft`].
 
 mod calls;
 mod engine;
