@@ -85,6 +85,10 @@ impl Watcher for Recorder<'_> {
         self.say(text);
     }
 
+    fn memory(&self, text: &str) {
+        self.say(text);
+    }
+
     fn step(&self, rank: usize, report: &StepReport) -> Result<()> {
         if rank == 0 {
             let report = StepReport { seconds: self.before + report.seconds, ..*report };

@@ -28,6 +28,9 @@ pub trait Watcher: Sync {
     /// Something that a user should know, about data or weights; rank 0 only, before the first step.
     fn notice(&self, _text: &str) {}
 
+    /// What a rank holds between steps; rank 0 only, before the first step.
+    fn memory(&self, _text: &str) {}
+
     /// After every step, on every rank.
     ///
     /// # Errors
@@ -140,7 +143,7 @@ pub(crate) fn train_on(
         }
         if trainer.comm().rank() == 0 {
             trainer.notices().iter().for_each(|found| watcher.notice(found));
-            watcher.notice(&trainer.memory());
+            watcher.memory(&trainer.memory());
         }
         let (reports, scores, stopped) = steps(&mut trainer, &mut batches, watcher)?;
         let scores = match scores {

@@ -58,9 +58,7 @@ struct Notices(Mutex<Vec<String>>);
 
 impl Watcher for Notices {
     fn notice(&self, text: &str) {
-        if !text.starts_with("memory of a rank") {
-            self.0.lock().unwrap().push(text.to_string());
-        }
+        self.0.lock().unwrap().push(text.to_string());
     }
 }
 

@@ -264,7 +264,11 @@ fn every_family_gives_gradients_away() {
         for from in [dense.as_str(), name] {
             for file in fixture(from).join("checkpoint").read_dir().unwrap() {
                 let path = file.unwrap().path();
-                std::fs::copy(&path, model.join(path.file_name().unwrap())).unwrap();
+                let file = path.file_name().unwrap();
+                // How pictures are cut is each model's own.
+                if from == name || !file.to_string_lossy().contains("processor") {
+                    std::fs::copy(&path, model.join(file)).unwrap();
+                }
             }
         }
         let model = model.display().to_string();
