@@ -141,11 +141,11 @@ fn a_rank_that_was_started_anew_gets_its_seat() {
         });
         let host = scope.spawn(|| meeting(port, 0, 3, LONG).host(first, &payload()));
         let (one, two) = again.join().unwrap();
-        let one = scope.spawn(move || one.join());
-        // The seat has to be taken again before the group is complete.
-        std::thread::sleep(Duration::from_millis(500));
-        let two = two.join();
-        (host.join().unwrap(), [one.join().unwrap(), two])
+        // With rank 2 all seats are taken, one of them by somebody who is gone.
+        let two = scope.spawn(move || two.join());
+        std::thread::sleep(Duration::from_millis(100));
+        let one = one.join();
+        (host.join().unwrap(), [one, two.join().unwrap()])
     });
     hosted.unwrap();
     assert!(guests.iter().all(|guest| guest.as_ref().unwrap() == &payload()), "{guests:?}");

@@ -177,7 +177,8 @@ fn steps(
         let epoch = epochs(batches);
         let done = trainer.step(&step_batches).map_err(|error| error.at_step(number))?;
         let report = StepReport { epoch: Some(epoch), ..done };
-        if let Some(json) = timeline.map(|timeline| timeline.finish(trainer.comm().as_ref())).transpose()?
+        let json = timeline.map(|timeline| timeline.finish(trainer.comm().as_ref())).transpose();
+        if let Some(json) = json.map_err(|error| error.at_step(number))?
             && rank == 0
         {
             watcher.timeline(report.step, &json).map_err(|error| error.at_step(number))?;

@@ -164,7 +164,14 @@ struct Room {
 }
 
 impl Room {
-    fn is_full(&self) -> bool {
+    /// Whether all have come and are still there. A seat whose owner has hung up is free again: its process is started anew.
+    fn is_full(&mut self) -> bool {
+        if !self.seats[1..].iter().all(Option::is_some) {
+            return false;
+        }
+        for seat in &mut self.seats {
+            seat.take_if(|(stream, _)| has_hung_up(stream));
+        }
         self.seats[1..].iter().all(Option::is_some)
     }
 
@@ -174,18 +181,12 @@ impl Room {
         if list.is_empty() { "none".to_string() } else { list.join(", ") }
     }
 
-    /// Gives a caller its seat. A seat whose owner has hung up is free again: its process was started anew.
+    /// Gives a caller its seat, which may be one whose owner has hung up.
     fn seat(&mut self, rank: usize, stream: TcpStream, from: SocketAddr) -> Option<String> {
-        if let Some((old, first)) = &self.seats[rank] {
-            let gone = match old.peek(&mut [0]) {
-                Ok(n) => n == 0,
-                Err(e) => e.kind() != ErrorKind::WouldBlock,
-            };
-            if !gone {
-                let fault = format!("rank {rank} came twice, from {first} and {from}; give every process its own RANK");
-                answer(&stream, REFUSED, fault.as_bytes());
-                return Some(fault);
-            }
+        if let Some((_, first)) = self.seats[rank].as_ref().filter(|(old, _)| !has_hung_up(old)) {
+            let fault = format!("rank {rank} came twice, from {first} and {from}; give every process its own RANK");
+            answer(&stream, REFUSED, fault.as_bytes());
+            return Some(fault);
         }
         self.seats[rank] = Some((stream, from));
         None
@@ -195,6 +196,14 @@ impl Room {
     fn dismiss(self, status: u8, content: &[u8]) -> Vec<(usize, TcpStream)> {
         let seated = self.seats.into_iter().enumerate().filter_map(|(rank, seat)| Some((rank, seat?.0)));
         seated.inspect(|(_, stream)| answer(stream, status, content)).collect()
+    }
+}
+
+/// Of a stream that does not block.
+fn has_hung_up(stream: &TcpStream) -> bool {
+    match stream.peek(&mut [0]) {
+        Ok(n) => n == 0,
+        Err(e) => e.kind() != ErrorKind::WouldBlock,
     }
 }
 

@@ -51,32 +51,24 @@ const AMPERE: [AttentionRate; 4] =
 /// A Xeon's two cores in f32: benchmarks/attention_xeon-2core_2026-11-29.md.
 const XEON: [AttentionRate; 1] = [rate(usize::MAX, 180e9, 170e9)];
 
+/// NVIDIA's data sheet: 141 GB HBM3e, 989 TFLOP/s dense bf16, NVLink 900 GB/s both ways; one 400 Gbit/s port per GPU.
+const H200: DeviceSpec = DeviceSpec {
+    name: "h200",
+    memory: 141_000_000_000,
+    peak: 989e12,
+    achieved: 495e12,
+    per_node: 8,
+    link_inside: 450e9,
+    link_outside: 50e9,
+    is_cpu: false,
+    attention: &HOPPER,
+};
+
 /// All devices. Memory, peak and links are the makers' figures; half of the peak is what large products usually reach.
 const DEVICES: [DeviceSpec; 4] = [
-    // NVIDIA's data sheet: 141 GB HBM3e, 989 TFLOP/s dense bf16, NVLink 900 GB/s both ways; one 400 Gbit/s port per GPU.
-    DeviceSpec {
-        name: "h200",
-        memory: 141_000_000_000,
-        peak: 989e12,
-        achieved: 495e12,
-        per_node: 8,
-        link_inside: 450e9,
-        link_outside: 50e9,
-        is_cpu: false,
-        attention: &HOPPER,
-    },
+    H200,
     // 80 GB HBM3, otherwise the same.
-    DeviceSpec {
-        name: "h100",
-        memory: 80_000_000_000,
-        peak: 989e12,
-        achieved: 495e12,
-        per_node: 8,
-        link_inside: 450e9,
-        link_outside: 50e9,
-        is_cpu: false,
-        attention: &HOPPER,
-    },
+    DeviceSpec { name: "h100", memory: 80_000_000_000, ..H200 },
     // 80 GB HBM2e, 312 TFLOP/s dense bf16, NVLink 600 GB/s both ways; one 200 Gbit/s port per GPU.
     DeviceSpec {
         name: "a100",

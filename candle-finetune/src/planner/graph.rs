@@ -249,7 +249,7 @@ fn lend(
 ) -> (&'static str, Value, u64) {
     let (hidden, width) = (shape.hidden_size as u64, (attention.key_heads * attention.head_dim) as u64);
     let stacked = work.local_tokens * 2 * width * work.numbers.number;
-    let stack = part(
+    let stack = in_two(
         tape,
         work,
         [0, 0],
@@ -301,7 +301,7 @@ fn transform(
     per_layer: Option<Value>,
 ) -> Value {
     let inputs: Vec<Value> = std::iter::once(x).chain(per_layer).collect();
-    part(tape, work, [0, 0], &inputs, |_, _| Vec::new(), |on, inputs, _| second_half(on, shape, layer, inputs))
+    in_two(tape, work, [0, 0], &inputs, |_, _| Vec::new(), |on, inputs, _| second_half(on, shape, layer, inputs))
 }
 
 fn second_half(on: &mut Layers, shape: &DecoderShape, layer: &DecoderLayerShape, inputs: &[Value]) -> Value {
@@ -339,17 +339,6 @@ fn second_half(on: &mut Layers, shape: &DecoderShape, layer: &DecoderLayerShape,
 
 /// A half in two stages, run again in backward if asked.
 fn in_two(
-    tape: &mut Tape,
-    work: &Work,
-    remote: [u64; 2],
-    inputs: &[Value],
-    first: impl Fn(&mut Layers, &[Value]) -> Vec<Value>,
-    second: impl Fn(&mut Layers, &[Value], &[Value]) -> Value,
-) -> Value {
-    part(tape, work, remote, inputs, first, second)
-}
-
-fn part(
     tape: &mut Tape,
     work: &Work,
     remote: [u64; 2],
