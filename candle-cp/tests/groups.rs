@@ -51,7 +51,7 @@ fn shares_follow_each_other() {
             let shares: Vec<_> = (0..size).map(|rank| share(count, size, rank)).collect();
             assert_eq!((shares[0].start, shares[size - 1].end), (0, count));
             assert!(shares.windows(2).all(|pair| pair[0].end == pair[1].start));
-            assert!(shares.iter().all(|s| [count / size, count / size + 1].contains(&(s.end - s.start))));
+            assert!(shares.iter().all(|s| [count / size, count.div_ceil(size)].contains(&(s.end - s.start))));
         }
     }
 }
