@@ -76,20 +76,24 @@ fn all_tensors(name: &str) -> Vec<(String, u64)> {
         .collect()
 }
 
-/// The most bytes beyond those held before that forward, backward and the collection of gradients take on one rank.
+/// The most bytes beyond those held before that forward, backward and the collection of gradients take on all ranks, which
+/// are threads.
 fn measured(name: &str, request: &Request) -> u64 {
     let config = model(name).config;
     let batch = batch(config.as_ref(), request);
-    let run = threads::run(1, &threads::Options::default(), |comm| {
+    let run = threads::run(request.cp, &threads::Options::default(), |comm| {
         let weights = start(name, request);
         let model = config.model(&weights)?;
         let tokens: Tokens = batch.tokens()?;
-        let layout = candle_cp::SequenceLayout::contiguous(tokens.len(), 1)?;
-        let context = CpContext::new(comm, layout, tokens)?;
+        let layout = request.layout.layout(&tokens, request.cp, &config.layer_work())?;
+        let context = CpContext::new(comm.clone(), layout, tokens)?;
         let pass = || local_gradients((model.as_ref(), &weights), &batch, &context, request.recompute);
         pass()?; // plans and pools are made the first time
-        let held = counting::reset_peak();
+        comm.barrier()?;
+        let held = if comm.rank() == 0 { counting::reset_peak() } else { 0 };
+        comm.barrier()?;
         pass()?;
+        comm.barrier()?;
         Ok::<_, candle_finetune::Error>((counting::peak() - held) as u64)
     });
     run.unwrap()[0]
@@ -101,23 +105,26 @@ fn passes_need_what_was_planned() {
     let mut table = String::new();
     let mut worst: f64 = 1.0;
     for name in ["gemma4-dense", "gemma4-moe", "gemma4-effective", "gemma4-unified", "qwen3_5-dense", "qwen3_5-moe"] {
-        for (seq_len, recompute, pictures, lora_rank) in [
-            (640, false, 0, None),
-            (640, true, 0, None),
-            (1920, false, 0, None),
-            (1920, true, 0, None),
-            (960, false, 16, None),
-            (960, false, 0, Some(4)),
-            (960, true, 0, Some(4)),
+        for (seq_len, cp, recompute, pictures, lora_rank) in [
+            (640, 1, false, 0, None),
+            (640, 1, true, 0, None),
+            (1920, 1, false, 0, None),
+            (1920, 1, true, 0, None),
+            (960, 1, false, 16, None),
+            (960, 1, false, 0, Some(4)),
+            (960, 1, true, 0, Some(4)),
+            (1920, 2, false, 0, None),
+            (2880, 3, false, 16, None),
+            (3840, 4, false, 0, Some(4)),
         ] {
             let picture_tokens = if pictures > 0 { 4 } else { 0 };
-            let request = Request { recompute, pictures, picture_tokens, lora_rank, ..request(seq_len, 1) };
+            let request = Request { recompute, pictures, picture_tokens, lora_rank, ..request(seq_len, cp) };
             let planned = plan(&model(name), &request).unwrap().memory;
-            let found = measured(name, &request);
+            let found = measured(name, &request) / cp as u64;
             let ratio = planned.pass as f64 / found as f64;
             worst = worst.max(ratio).max(1.0 / ratio);
             table += &format!(
-                "{name}, {seq_len} tokens, recompute {recompute}, {pictures} pictures, lora {lora_rank:?}: planned {:.2} MiB ({}, kept \
+                "{name}, {seq_len} tokens, {cp} ranks, recompute {recompute}, {pictures} pictures, lora {lora_rank:?}: planned {:.2} MiB ({}, kept \
                  {:.2}), measured {:.2}: {ratio:.3}\n",
                 planned.pass as f64 / 1048576.0,
                 planned.pass_peak,

@@ -53,14 +53,14 @@ pub(super) struct PassMemory {
     pub vision: u64,
     /// Gradients of weights that are not summed before the end of backward, in the type of the weights.
     pub weight_gradients: u64,
-    /// Shares of sums that have begun before, f32.
+    /// Sums that have begun before, shares and what is on its way, f32.
     pub shares: u64,
     /// The head's loss: logits of a chunk and what is computed with them, gradients of head and hidden states included.
     pub loss: u64,
 }
 
-/// Walks through a pass.
-pub(super) fn pass_memory(shape: &DecoderShape, work: &Work) -> PassMemory {
+/// Walks through a pass. Sums of at most `on_the_way` bytes of gradients are on their way at a time.
+pub(super) fn pass_memory(shape: &DecoderShape, work: &Work, on_the_way: u64) -> PassMemory {
     let mut tape = Tape::default();
     let table_bytes = (shape.vocab_size * shape.hidden_size) as u64 * work.numbers.number;
     let trained = work.text_trained && work.lora_rank.is_none();
@@ -73,7 +73,7 @@ pub(super) fn pass_memory(shape: &DecoderShape, work: &Work) -> PassMemory {
     let hidden = decoder(&mut tape, shape, work, local);
     let head = if shape.tied { table } else { tape.weight(table_bytes, trained) };
     let (loss, loss_bytes) = loss(&mut tape, shape, work, (hidden, head));
-    let giving = Giving { widths: [work.gradient_number(), WIDE], ranks: work.ranks };
+    let giving = Giving { widths: [work.gradient_number(), WIDE], ranks: work.ranks, on_the_way };
     let mut meter = Meter::new(work.recompute.then_some(giving));
     tape.forward(&mut meter);
     tape.backward(&mut meter, &[loss], true);

@@ -7,7 +7,7 @@ use super::graph::{Work, pass_memory};
 use super::layers::{Numbers, WIDE};
 use super::request::Request;
 use super::traffic::{DecoderTraffic, Sharing};
-use crate::buckets::Buckets;
+use crate::buckets::{Bucket, Buckets, ON_THE_WAY};
 use crate::error::Result;
 use crate::family::{DecoderShape, KeyRole, Mixer, VlmConfig};
 
@@ -30,6 +30,8 @@ pub struct Parameters {
     pub largest: u64,
     /// In the largest bucket of trained tensors that is summed over ranks at a time.
     pub largest_bucket: u64,
+    /// In the largest bucket of a decoder layer.
+    pub layer_bucket: u64,
 }
 
 impl Parameters {
@@ -48,7 +50,9 @@ impl Parameters {
         }
         let tensors = buckets.all().iter().flat_map(|bucket| &bucket.parameters);
         counted.largest = tensors.map(|(_, place)| place.len() as u64).max().unwrap_or(0);
-        counted.largest_bucket = buckets.all().iter().map(|bucket| bucket.count as u64).max().unwrap_or(0);
+        let largest = |buckets: &mut dyn Iterator<Item = &Bucket>| buckets.map(|bucket| bucket.count as u64).max();
+        counted.largest_bucket = largest(&mut buckets.all().iter()).unwrap_or(0);
+        counted.layer_bucket = largest(&mut buckets.all().iter().filter(|b| b.layer.is_some())).unwrap_or(0);
         counted
     }
 
@@ -141,7 +145,7 @@ pub(super) fn number(dtype: DType) -> u64 {
 /// Memory of a rank with this work.
 pub(super) fn memory(parameters: &Parameters, request: &Request, shape: &DecoderShape, work: &Work) -> Memory {
     let number = number(request.dtype);
-    let pass = pass_memory(shape, work);
+    let pass = pass_memory(shape, work, ON_THE_WAY as u64 * parameters.layer_bucket * WIDE);
     let trained = parameters.all_trained();
     let shards = if request.zero { request.ranks() as u64 } else { 1 };
     let short = if number < WIDE { parameters.trained } else { 0 };

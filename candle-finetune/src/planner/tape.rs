@@ -92,6 +92,8 @@ pub(super) struct Giving {
     /// Bytes of a gradient in the type of the weights and in that of the sums.
     pub widths: [u64; 2],
     pub ranks: u64,
+    /// The most bytes of gradients whose sums are on their way at a time, in the type of the sums.
+    pub on_the_way: u64,
 }
 
 /// Counts what is held.
@@ -101,8 +103,12 @@ pub(super) struct Meter {
     kept: u64,
     /// Gradients of weights that are not summed yet, by now.
     pub weight_gradients: u64,
-    /// Shares of sums of those that were given away, by now.
+    /// Sums of those that were given away: this rank's shares, and what is still on its way, by now.
     pub shares: u64,
+    /// Of these, what is on its way: buckets end to end and what comes from other ranks.
+    on_the_way: u64,
+    /// All that was given away, in the type of the sums.
+    given: u64,
     giving: Option<Giving>,
     /// Of `weight_gradients`, those within recomputed parts.
     inside: u64,
@@ -121,19 +127,32 @@ impl Meter {
 
     /// Backward comes to a recomputed part of a layer, by its section.
     fn enter(&mut self, section: &Arc<str>) {
-        let Some(Giving { widths: [narrow, wide], ranks }) = self.giving else { return };
+        let Some(Giving { widths: [narrow, wide], ranks, on_the_way }) = self.giving else { return };
         let layer = |section: &Arc<str>| section.split(',').next().unwrap_or_default().to_string();
         if self.layer.replace(section.clone()).is_none_or(|before| layer(&before) == layer(section)) {
             return;
         }
         let given = std::mem::take(&mut self.inside);
-        // End to end for the sum, and what comes from other ranks.
         let sum = given / narrow * wide;
-        self.spike(if ranks > 1 { 2 * sum } else { sum });
+        self.given += sum;
+        self.settle(0);
+        // Made while the gradients are there: end to end, and what comes from other ranks. One rank's sum is its share.
+        match ranks {
+            1 => self.spike(sum),
+            _ => self.settle(2 * self.given.min(on_the_way)),
+        }
         self.weight_gradients -= given;
         self.sub(given);
         self.shares += sum / ranks;
         self.add(sum / ranks);
+    }
+
+    /// From here on this much is on its way.
+    fn settle(&mut self, bytes: u64) {
+        self.sub(self.on_the_way);
+        self.shares = self.shares + bytes - self.on_the_way;
+        self.on_the_way = bytes;
+        self.add(bytes);
     }
 
     pub fn add(&mut self, bytes: u64) {
@@ -404,61 +423,4 @@ impl Stage {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_chain_keeps_its_results_and_adds_gradients_to_zeros() {
-        let mut tape = Tape::default();
-        let weight = tape.weight(10, true);
-        let x = tape.input(100, false);
-        let y = tape.op(&[x, weight], 50, Rule::Made);
-        let z = tape.op(&[y], 50, Rule::Made);
-        let mut meter = Meter::default();
-        tape.forward(&mut meter);
-        assert_eq!((meter.live, tape.kept()), (100, 100));
-        meter.add(50);
-        tape.backward(&mut meter, &[z], true);
-        // The gradient of z, the one made for y, zeros, and the sum.
-        assert_eq!(meter.peak.bytes, 100 + 50 + 50 + 50 + 50);
-        assert_eq!((meter.live, meter.weight_gradients), (110, 10));
-        tape.drop_graph(&mut meter);
-        assert_eq!(meter.live, 10);
-    }
-
-    #[test]
-    fn frozen_sections_leave_their_last_result_only() {
-        let mut tape = Tape::default();
-        let x = tape.input(5, false);
-        tape.section("one");
-        let y = tape.op(&[x], 40, Rule::Made);
-        let z = tape.op(&[y], 30, Rule::Made);
-        tape.section("two");
-        let w = tape.op(&[z], 20, Rule::Made);
-        tape.op(&[w], 10, Rule::Made);
-        let mut meter = Meter::default();
-        tape.forward(&mut meter);
-        assert_eq!((meter.peak.bytes, meter.live, tape.kept()), (70, 0, 0));
-    }
-
-    #[test]
-    fn a_part_that_runs_again_keeps_nothing_inside() {
-        let mut stage = Stage::default();
-        let input = stage.tape.input(8, true);
-        let weight = stage.tape.weight(3, true);
-        let inside = stage.tape.op(&[input, weight], 64, Rule::Made);
-        let out = stage.tape.op(&[inside], 8, Rule::Made);
-        (stage.inputs, stage.outputs) = (vec![input], vec![out]);
-        let mut tape = Tape::default();
-        let x = tape.input(8, true);
-        let y = tape.op(&[x], 8, Rule::Again(Box::new(Part { first: None, second: stage })));
-        let mut meter = Meter::default();
-        tape.forward(&mut meter);
-        assert_eq!((meter.live, tape.kept()), (8, 8));
-        meter.add(8);
-        tape.backward(&mut meter, &[y], true);
-        // Of x and of the weight, and the output that is kept.
-        assert_eq!((meter.live, meter.weight_gradients), (8 + 3 + 8, 3));
-        assert!(meter.peak.bytes > 64 * 3, "{:?}", meter.peak);
-    }
-}
+mod tests;
