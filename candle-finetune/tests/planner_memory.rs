@@ -4,6 +4,7 @@
 mod counting;
 mod planner_run;
 
+use std::path::Path;
 use std::sync::Mutex;
 
 use candle_core::{Device, Tensor};
@@ -11,8 +12,8 @@ use candle_cp::comm::threads;
 use candle_cp::{CpContext, Tokens};
 use candle_cp_layers::{LoadOptions, LoraOptions, Part, Weights};
 use candle_finetune::planner::{Request, plan};
-use candle_finetune::{AdamW, AdamWConfig};
-use planner_run::{batch, checkpoint, local_gradients, model, request, weights};
+use candle_finetune::{AdamW, AdamWConfig, Config, Job, Trainer};
+use planner_run::{batch, checkpoint, local_gradients, model, request, weights, with_tokenizer};
 
 /// The allocator counts the whole process.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -134,4 +135,65 @@ fn passes_need_what_was_planned() {
         }
     }
     assert!(worst <= 1.15, "off by a factor of {worst:.3}:\n{table}");
+}
+
+/// The most bytes beyond those held between steps that a step of the trainer takes on all ranks.
+fn measured_step(checkpoint: &Path, name: &str, request: &Request) -> u64 {
+    let settings = Config {
+        model: Some(checkpoint.to_path_buf()),
+        cp: request.cp,
+        dp: Some(request.dp),
+        // Of the job's own data, which is not used here.
+        seq_len: 512,
+        batch_rows: 1,
+        accumulate: request.accumulate,
+        zero: usize::from(request.zero),
+        recompute: request.recompute,
+        ..Config::default()
+    };
+    let job = Job::prepare(&settings).unwrap();
+    let batches = vec![batch(model(name).config.as_ref(), request); request.accumulate];
+    let run = threads::run(request.ranks(), &threads::Options::default(), |comm| {
+        let mut trainer = Trainer::new(&job, &settings, comm.clone())?;
+        trainer.step(&batches)?; // plans and pools are made the first time
+        comm.barrier()?;
+        let held = if comm.rank() == 0 { counting::reset_peak() } else { 0 };
+        comm.barrier()?;
+        trainer.step(&batches)?;
+        comm.barrier()?;
+        Ok::<_, candle_finetune::Error>((counting::peak() - held) as u64)
+    });
+    run.unwrap()[0]
+}
+
+/// Threads that recompute come to their peaks one after another, and what they receive is the memory of the sender: together
+/// they need less than was planned for each.
+#[test]
+fn steps_need_what_was_planned() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let (mut table, mut off) = (String::new(), 0);
+    for name in ["gemma4-dense", "gemma4-moe", "qwen3_5-dense", "qwen3_5-moe"] {
+        let folder = with_tokenizer(name);
+        for (cp, dp, recompute, zero, accumulate, most) in [
+            (1, 1, false, false, 2, 1.15),
+            (1, 1, true, true, 2, 1.15),
+            (2, 1, false, true, 1, 1.15),
+            (2, 1, true, false, 2, 1.7),
+            (2, 2, false, false, 2, 1.15),
+            (2, 2, true, true, 1, 1.7),
+        ] {
+            let request = Request { dp, recompute, zero, accumulate, ..request(480, cp) };
+            let planned = plan(&model(name), &request).unwrap().memory;
+            let found = measured_step(folder.path(), name, &request) / request.ranks() as u64;
+            let ratio = planned.pass.max(planned.update) as f64 / found as f64;
+            off += usize::from(!(1.0 / 1.15..=most).contains(&ratio));
+            table += &format!(
+                "{name}, {cp} x {dp} ranks, recompute {recompute}, zero {zero}, {accumulate} batches: planned {:.2} MiB, measured \
+                 {:.2}: {ratio:.3}\n",
+                planned.pass.max(planned.update) as f64 / 1048576.0,
+                found as f64 / 1048576.0,
+            );
+        }
+    }
+    assert!(off == 0, "{off} plans are off:\n{table}");
 }

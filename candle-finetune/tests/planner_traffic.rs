@@ -8,7 +8,7 @@ use candle_cp::{CpContext, LayoutKind};
 use candle_cp_layers::LoadOptions;
 use candle_finetune::planner::{Flow, Request, RunPlan, plan};
 use candle_finetune::{Config, Job, Trainer};
-use planner_run::{batch, checkpoint, local_gradients, model, request, weights};
+use planner_run::{batch, local_gradients, model, request, weights, with_tokenizer};
 
 const KINDS: [Traffic; 6] = [
     Traffic::KeyValue,
@@ -165,19 +165,6 @@ fn small(kind: Traffic, rank: usize) -> [u64; 3] {
         Traffic::AllReduce => [2 * 2 * others, 2 * 8, 2 * 8],
         _ => [0; 3],
     }
-}
-
-/// The checkpoint of a fixture with the tokenizer of its family; some have none of their own.
-fn with_tokenizer(name: &str) -> tempfile::TempDir {
-    let dense = if name.starts_with("gemma4") { "gemma4-dense" } else { "qwen3_5-dense" };
-    let folder = tempfile::tempdir().unwrap();
-    for source in [dense, name] {
-        for file in std::fs::read_dir(checkpoint(source)).unwrap() {
-            let file = file.unwrap();
-            std::fs::copy(file.path(), folder.path().join(file.file_name())).unwrap();
-        }
-    }
-    folder
 }
 
 /// A step of the trainer at cp 2 x dp 2: sums of gradients and what is handed back, message by message.

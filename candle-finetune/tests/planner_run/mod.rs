@@ -16,6 +16,19 @@ pub fn checkpoint(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../fixtures").join(name).join("checkpoint")
 }
 
+/// The checkpoint of a fixture with the tokenizer of its family; some have none of their own.
+pub fn with_tokenizer(name: &str) -> tempfile::TempDir {
+    let dense = if name.starts_with("gemma4") { "gemma4-dense" } else { "qwen3_5-dense" };
+    let folder = tempfile::tempdir().unwrap();
+    for source in [dense, name] {
+        for file in std::fs::read_dir(checkpoint(source)).unwrap() {
+            let file = file.unwrap();
+            std::fs::copy(file.path(), folder.path().join(file.file_name())).unwrap();
+        }
+    }
+    folder
+}
+
 /// A fixture to plan for.
 pub fn model(name: &str) -> PlannedModel {
     let config = Family::read(&checkpoint(name)).expect("a fixture");
