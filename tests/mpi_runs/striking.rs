@@ -7,6 +7,10 @@ use candle_cp::{Communicator, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// Other ranks are behind by less, also where they share a CPU.
+const UNTIL_THEY_WAIT: Duration = Duration::from_millis(500);
 
 /// Shared by all groups of a rank.
 #[derive(Debug)]
@@ -35,6 +39,8 @@ impl Trigger {
             && tag.traffic.name() == name
             && self.exchanges.fetch_add(1, Ordering::SeqCst) + 1 == *number
         {
+            // What was sent before arrives, and the others come to wait for what is not.
+            std::thread::sleep(UNTIL_THEY_WAIT);
             self.strike(harm);
         }
     }
