@@ -5,7 +5,7 @@
 //!
 //! - `finetune_gemma4 --cp 2`: threads of one process;
 //! - `mpirun -n 4 --bind-to none finetune_gemma4 --cp 2`: processes over MPI (feature `mpi`), two replicas of two ranks;
-//! - `srun -n 4 --cpu-bind=none finetune_gemma4 --cp 2`: the same in a job of Slurm;
+//! - `srun --mpi=pmix -n 4 --cpu-bind=none finetune_gemma4 --cp 2`: the same in a job of Slurm (MPICH: `--mpi=pmi2`);
 //! - `torchrun --no-python --nproc-per-node 4 finetune_gemma4 --device cuda --cp 4`: processes over NCCL (feature `nccl`),
 //!   with a GPU each; `mpirun` and `srun` can start these as well.
 //!
@@ -97,7 +97,7 @@ fn command(family: Family) -> Command {
              sequences, and each such group is a replica of the model.\n\n\
              threads:             {program} --cp 2\n\
              MPI (feature mpi):   mpirun -n 4 --bind-to none {program} --cp 2\n\
-             Slurm, with MPI:     srun -n 4 --cpu-bind=none {program} --cp 2\n\
+             Slurm, with MPI:     srun --mpi=pmix -n 4 --cpu-bind=none {program} --cp 2\n\
              GPUs (feature nccl): torchrun --no-python --nproc-per-node 4 {program} --device cuda --cp 4\n\
              Slurm, with GPUs:    srun -n 4 --gpus-per-node 4 {program} --device cuda --cp 4",
         ))
