@@ -3,9 +3,12 @@
 use std::fmt;
 use std::path::PathBuf;
 
+mod texts;
+
 use crate::jsonl::counted;
 use crate::optimizer::StateFault;
 use crate::saves::SaveError;
+use texts::{did_you_mean, fix_nothing_fits, fix_world, list, told_by, why_nothing_fits};
 
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -28,9 +31,8 @@ pub enum Error {
 
     /// MPI says something else about this process than its launcher.
     #[error(
-        "{} rank {} of {}: the program is probably linked with another MPI than the one that started it. Start it with the \
-         mpirun of that MPI (ldd shows its library), build it with this one, or use --comm threads",
-        told_by(*launcher, *told), found.0, found.1
+        "{} rank {} of {}: {}, or use --comm threads",
+        told_by(*launcher, *told), found.0, found.1, fix_world(*launcher)
     )]
     WorldsDiffer {
         /// Who started the process, if anybody said so.
@@ -464,42 +466,6 @@ pub struct LineFault {
 impl fmt::Display for LineFault {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{}: {}", self.place, self.reason)
-    }
-}
-
-/// Faults that a message shows; the rest is counted.
-const SHOWN_FAULTS: usize = 20;
-
-fn list(faults: &[LineFault]) -> String {
-    let mut text: String = faults.iter().take(SHOWN_FAULTS).map(|fault| format!("\n  {fault}")).collect();
-    if faults.len() > SHOWN_FAULTS {
-        text += &format!("\n  and {} more", faults.len() - SHOWN_FAULTS);
-    }
-    text
-}
-
-fn told_by(launcher: Option<candle_cp::Launcher>, (rank, size): (usize, usize)) -> String {
-    match launcher {
-        Some(launcher) => format!("{launcher} says that this is rank {rank} of {size}, but MPI says"),
-        None => "no launcher says that this is one of several processes, but MPI says".to_string(),
-    }
-}
-
-fn did_you_mean(nearest: Option<&str>) -> String {
-    nearest.map_or_else(|| "--help lists all of them".to_string(), |nearest| format!("the nearest is {nearest}"))
-}
-
-fn why_nothing_fits(seq_len: usize, truncate: bool) -> String {
-    match truncate {
-        true => format!("no sample has a learned token within the {seq_len} tokens of a row"),
-        false => format!("no sample fits a row of {seq_len} tokens"),
-    }
-}
-
-fn fix_nothing_fits(longest: usize, truncate: bool) -> String {
-    match truncate {
-        true => format!("give --seq-len {longest} to keep them whole"),
-        false => format!("give --seq-len {longest} to keep them all, or cut them with --truncate"),
     }
 }
 

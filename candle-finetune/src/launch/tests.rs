@@ -175,6 +175,10 @@ fn mpi_has_to_say_what_the_launcher_said() {
     assert!(text.starts_with("mpirun of OpenMPI says that this is rank 1 of 4, but MPI says rank 0 of 1"), "{text}");
     assert!(text.contains("linked with another MPI") && text.contains("--comm threads"), "{text}");
     assert!(check_world(Some(&place), 2, 4).is_err());
+    // Slurm was not told which protocol.
+    let of_slurm = LaunchEnvironment { launcher: candle_cp::Launcher::Slurm, ..place.clone() };
+    let text = check_world(Some(&of_slurm), 0, 1).unwrap_err().to_string();
+    assert!(text.starts_with("srun says that this is rank 1 of 4") && text.contains("--mpi=pmix"), "{text}");
     let text = check_world(None, 1, 4).unwrap_err().to_string();
     assert!(
         text.starts_with("no launcher says that this is one of several processes, but MPI says rank 1 of 4"),
