@@ -39,6 +39,8 @@ struct Shared {
     lines: Vec<(usize, Mutex<TcpStream>)>,
     /// The rank that failed first, as far as this process knows, and what it said.
     failure: OnceLock<(usize, String)>,
+    /// Held while the others are told of a failure or a farewell.
+    telling: Mutex<()>,
     /// Ranks that have said that they leave.
     left: Mutex<BTreeSet<usize>>,
     ended: AtomicBool,
@@ -60,8 +62,8 @@ impl Lifeline {
             heard.push((*peer, line.try_clone()?));
         }
         let lines = lines.into_iter().map(|(peer, line)| (peer, Mutex::new(line))).collect();
-        let (failure, left, ended) = Default::default();
-        let shared = Arc::new(Shared { rank, lines, failure, left, ended });
+        let (failure, telling, left, ended) = Default::default();
+        let shared = Arc::new(Shared { rank, lines, failure, telling, left, ended });
         let mut lifeline = Self { shared: shared.clone(), listeners: Vec::with_capacity(heard.len()) };
         for (peer, line) in heard {
             let shared = shared.clone();
@@ -112,15 +114,7 @@ impl Drop for Lifeline {
         if std::thread::panicking() {
             self.fail("panicked");
         }
-        let shared = &self.shared;
-        shared.ended.store(true, Ordering::SeqCst);
-        for (_, line) in &shared.lines {
-            if shared.failure.get().is_none() {
-                shared.say(line, FAREWELL, shared.rank, "");
-            }
-            // Also wakes the listener.
-            let _ = line.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both);
-        }
+        self.shared.part();
         for listener in self.listeners.drain(..) {
             let _ = listener.join();
         }
@@ -128,13 +122,29 @@ impl Drop for Lifeline {
 }
 
 impl Shared {
-    /// Notes and passes on a failure that was heard `from` a peer.
+    /// Passes on and notes a failure that was heard `from` a peer. In this order: whoever finds it noted may end this
+    /// process, which must not look to the others as if it had been the first to fail.
     fn fail(&self, rank: usize, reason: &str, from: Option<usize>) {
-        if self.failure.set((rank, reason.to_string())).is_err() {
+        let _telling = self.telling.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.failure.get().is_some() {
             return;
         }
         for (_, line) in self.lines.iter().filter(|(peer, _)| Some(*peer) != from) {
             self.say(line, FAILED, rank, reason);
+        }
+        let _ = self.failure.set((rank, reason.to_string()));
+    }
+
+    /// Closes all connections, with a farewell if nothing has failed.
+    fn part(&self) {
+        let _telling = self.telling.lock().unwrap_or_else(PoisonError::into_inner);
+        self.ended.store(true, Ordering::SeqCst);
+        for (_, line) in &self.lines {
+            if self.failure.get().is_none() {
+                self.say(line, FAREWELL, self.rank, "");
+            }
+            // Also wakes the listener.
+            let _ = line.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both);
         }
     }
 
@@ -288,6 +298,24 @@ mod tests {
             for lifeline in &left {
                 let (rank, text) = lifeline.failure_within(LONG).unwrap();
                 assert!(rank == gone && text.starts_with("its process ended without a word"), "{rank}: {text}");
+            }
+        }
+    }
+
+    /// Whoever acts on a failure may end at once: the others know by then, and do not take it for the one that failed.
+    #[test]
+    fn a_failure_is_known_when_the_others_are_told() {
+        for _ in 0..50 {
+            let mut group = group(8);
+            drop(group.pop().map(|last| last.shared.lines[0].1.lock().unwrap().shutdown(Shutdown::Both)));
+            let first = group.remove(0);
+            while !first.has_failed() {
+                std::hint::spin_loop();
+            }
+            drop(first);
+            for lifeline in &group {
+                let (rank, text) = lifeline.failure_within(LONG).unwrap();
+                assert_eq!(rank, 7, "rank {}: {text}", lifeline.shared.rank);
             }
         }
     }

@@ -3,7 +3,7 @@
 use crate::comm::lifeline::Lifeline;
 use crate::comm::{Counters, Tag};
 use crate::error::{Error, Result};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// MPI may notice that a peer is gone before the peer's own word has come.
@@ -15,25 +15,21 @@ pub struct Shared {
     pub size: usize,
     pub counters: Arc<Counters>,
     lifeline: Lifeline,
-    /// Why this rank has ended the group.
-    ended: OnceLock<String>,
 }
 
 impl Shared {
     pub fn new(rank: usize, size: usize, lifeline: Lifeline) -> Self {
-        Self { rank, size, counters: Arc::default(), lifeline, ended: OnceLock::new() }
+        Self { rank, size, counters: Arc::default(), lifeline }
     }
 
     /// Whether the group has ended, by whichever rank.
     pub fn is_over(&self) -> bool {
-        self.lifeline.has_failed() || self.ended.get().is_some()
+        self.lifeline.has_failed()
     }
 
     /// Ends the group and tells the others, unless it has ended already.
     pub fn end(&self, reason: &str) {
-        if self.ended.set(reason.to_string()).is_ok() {
-            self.lifeline.fail(reason);
-        }
+        self.lifeline.fail(reason);
     }
 
     /// Tells the others that all that this rank sends has been sent.
@@ -56,15 +52,12 @@ impl Shared {
     /// # Errors
     /// Why it is not.
     pub fn check(&self, tag: Tag, peers: &str, bytes: usize) -> Result<()> {
-        if !self.is_over() {
-            return Ok(());
-        }
+        let Some((failed, reason)) = self.lifeline.failure() else { return Ok(()) };
         let operation = tag.to_string();
-        if let Some((peer, message)) = self.peer_failure() {
-            return Err(Error::PeerFailed { rank: self.rank, operation, peer, message });
+        if failed == self.rank {
+            return Err(self.failed(&operation, peers, bytes, format!("the group has ended before: {reason}")));
         }
-        let reason = self.ended.get().map_or("this rank has failed", String::as_str);
-        Err(self.failed(&operation, peers, bytes, format!("the group has ended before: {reason}")))
+        Err(Error::PeerFailed { rank: self.rank, operation, peer: failed, message: reason })
     }
 
     /// Ends the group for a fault that MPI reports. If a peer's death is behind it, that is the better word, which may take
