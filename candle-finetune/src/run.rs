@@ -135,7 +135,8 @@ pub fn layered_settings(
                 false => last_settings(&asked.out, Saves::peek(&asked.out.join(CHECKPOINTS_FOLDER))?)?,
             };
             if let Some(size) = launch.size().filter(|&size| size > 1) {
-                last = with_processes(last, size, flags)?;
+                let cp = given(last.clone())?.cp;
+                last = with_processes(last, size, cp);
             }
             given(last)?
         }
@@ -146,17 +147,12 @@ pub fn layered_settings(
     Ok(Config { launch, ..config })
 }
 
-/// The settings of a run that goes on with as many replicas as there are processes for now, each of which accumulates as many
-/// batches as keep the number in a step.
-fn with_processes(last: Config, size: usize, flags: &[(&str, &str)]) -> Result<Config> {
-    let mut next = last.clone();
-    flags.iter().filter(|(name, _)| ["parallel.cp", "--cp"].contains(name)).try_for_each(|(n, v)| next.set(n, v))?;
-    let (batches, replicas) = (last.accumulate * last.replicas(), size / next.cp);
-    next.dp = None;
-    if size.is_multiple_of(next.cp) && batches.is_multiple_of(replicas) {
-        next.accumulate = batches / replicas;
-    }
-    Ok(next)
+/// The settings of a run that goes on with as many replicas of `cp` ranks as there are processes for now, each of which
+/// accumulates as many batches as keep the number in a step.
+fn with_processes(last: Config, size: usize, cp: usize) -> Config {
+    let (batches, replicas) = (last.accumulate * last.replicas(), size / cp);
+    let fits = size.is_multiple_of(cp) && batches.is_multiple_of(replicas);
+    Config { dp: None, accumulate: if fits { batches / replicas } else { last.accumulate }, ..last }
 }
 
 /// The settings of the run in a folder, for [`resume`]; `out` is that folder.

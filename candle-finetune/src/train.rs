@@ -162,48 +162,47 @@ fn steps(
     batches: &mut Packer,
     watcher: &dyn Watcher,
 ) -> Result<(Vec<StepReport>, Option<Scores>, bool)> {
-    let (job, config) = (trainer.job(), trainer.config());
-    let validate_every = job.validate_every(config);
-    let rank = trainer.comm().rank();
-    let mut reports = Vec::new();
-    let mut scores = None;
-    while trainer.optimizer().steps() < job.steps() {
+    let (mut reports, mut scores) = (Vec::new(), None);
+    while trainer.optimizer().steps() < trainer.job().steps() {
         let number = trainer.optimizer().steps() + 1;
-        let timeline = Timeline::start(config.trace, number, trainer.comm().as_ref());
-        let data = trainer.comm().trace().span(Row::Step, "data");
-        let step_batches =
-            next_step(batches, config.accumulate, trainer.mesh()).map_err(|error| error.at_step(number))?;
-        drop(data);
-        let epoch = epochs(batches);
-        let done = trainer.step(&step_batches).map_err(|error| error.at_step(number))?;
-        let report = StepReport { epoch: Some(epoch), ..done };
-        let json = timeline.map(|timeline| timeline.finish(trainer.comm().as_ref())).transpose();
-        if let Some(json) = json.map_err(|error| error.at_step(number))?
-            && rank == 0
-        {
-            watcher.timeline(report.step, &json).map_err(|error| error.at_step(number))?;
-        }
-        watcher.step(rank, &report).map_err(|error| error.at_step(number))?;
-        reports.push(report);
-
-        let step = report.step;
-        let due = |every: usize| step.is_multiple_of(every) || step == job.steps();
-        scores = match validate_every.is_some_and(due) {
-            true => Some(score(trainer).map_err(|error| error.at_step(number))?),
-            false => None,
-        };
-        if let Some(val_loss) = scores.as_ref().and_then(Scores::loss).filter(|_| rank == 0) {
-            let val_tokens = scores.as_ref().map_or(0, Scores::tokens);
-            let seconds = trainer.seconds();
-            let report = ValidationReport { step, epoch: Some(epoch), val_loss, val_tokens, seconds };
-            watcher.validation(&report).map_err(|error| error.at_step(number))?;
-        }
-        let next = after(trainer, batches.position(), watcher).map_err(|error| error.at_step(number))?;
-        if next == Next::Stop && step < job.steps() {
+        let done = one_step(trainer, batches, watcher).map_err(|error| error.at_step(number))?;
+        reports.push(done.0);
+        scores = done.1;
+        if done.2 == Next::Stop && number < trainer.job().steps() {
             return Ok((reports, scores, true));
         }
     }
     Ok((reports, scores, false))
+}
+
+/// The next step and all that follows on it: its report, the scores if it was validated, and what comes then.
+fn one_step(
+    trainer: &mut Trainer,
+    batches: &mut Packer,
+    watcher: &dyn Watcher,
+) -> Result<(StepReport, Option<Scores>, Next)> {
+    let (job, config) = (trainer.job(), trainer.config());
+    let (rank, step) = (trainer.comm().rank(), trainer.optimizer().steps() + 1);
+    let timeline = Timeline::start(config.trace, step, trainer.comm().as_ref());
+    let data = trainer.comm().trace().span(Row::Step, "data");
+    let step_batches = next_step(batches, config.accumulate, trainer.mesh())?;
+    drop(data);
+    let epoch = Some(epochs(batches));
+    let report = StepReport { epoch, ..trainer.step(&step_batches)? };
+    let json = timeline.map(|timeline| timeline.finish(trainer.comm().as_ref())).transpose()?;
+    if let Some(json) = json.filter(|_| rank == 0) {
+        watcher.timeline(step, &json)?;
+    }
+    watcher.step(rank, &report)?;
+
+    let due = |every: usize| step.is_multiple_of(every) || step == job.steps();
+    let scores = job.validate_every(config).is_some_and(due).then(|| score(trainer)).transpose()?;
+    if let Some(val_loss) = scores.as_ref().and_then(Scores::loss).filter(|_| rank == 0) {
+        let val_tokens = scores.as_ref().map_or(0, Scores::tokens);
+        watcher.validation(&ValidationReport { step, epoch, val_loss, val_tokens, seconds: trainer.seconds() })?;
+    }
+    let next = after(trainer, batches.position(), watcher)?;
+    Ok((report, scores, next))
 }
 
 /// Rank 0 decides, so that all ranks do the same.

@@ -9,10 +9,10 @@ use std::sync::Mutex;
 
 use candle_core::{Device, Tensor};
 use candle_cp::comm::threads;
-use candle_cp::{CpContext, Tokens};
+use candle_cp::{Communicator, CpContext, Tokens};
 use candle_cp_layers::{LoadOptions, LoraOptions, Part, Weights};
 use candle_finetune::planner::{Request, plan};
-use candle_finetune::{AdamW, AdamWConfig, Config, Job, Trainer};
+use candle_finetune::{AdamW, AdamWConfig, Config, Job, Result, Trainer};
 use planner_run::{batch, checkpoint, local_gradients, model, request, weights, with_tokenizer};
 
 /// The allocator counts the whole process.
@@ -77,6 +77,16 @@ fn all_tensors(name: &str) -> Vec<(String, u64)> {
         .collect()
 }
 
+/// The most bytes beyond those held before that all ranks need for it; rank 0 knows.
+fn peak_of_all(comm: &dyn Communicator, run: impl FnOnce() -> Result<()>) -> Result<u64> {
+    comm.barrier()?;
+    let held = if comm.rank() == 0 { counting::reset_peak() } else { 0 };
+    comm.barrier()?;
+    run()?;
+    comm.barrier()?;
+    Ok((counting::peak() - held) as u64)
+}
+
 /// The most bytes beyond those held before that forward, backward and the collection of gradients take on all ranks, which
 /// are threads.
 fn measured(name: &str, request: &Request) -> u64 {
@@ -90,12 +100,7 @@ fn measured(name: &str, request: &Request) -> u64 {
         let context = CpContext::new(comm.clone(), layout, tokens)?;
         let pass = || local_gradients((model.as_ref(), &weights), &batch, &context, request.recompute);
         pass()?; // plans and pools are made the first time
-        comm.barrier()?;
-        let held = if comm.rank() == 0 { counting::reset_peak() } else { 0 };
-        comm.barrier()?;
-        pass()?;
-        comm.barrier()?;
-        Ok::<_, candle_finetune::Error>((counting::peak() - held) as u64)
+        peak_of_all(comm.as_ref(), || pass().map(drop))
     });
     run.unwrap()[0]
 }
@@ -156,12 +161,7 @@ fn measured_step(checkpoint: &Path, name: &str, request: &Request) -> u64 {
     let run = threads::run(request.ranks(), &threads::Options::default(), |comm| {
         let mut trainer = Trainer::new(&job, &settings, comm.clone())?;
         trainer.step(&batches)?; // plans and pools are made the first time
-        comm.barrier()?;
-        let held = if comm.rank() == 0 { counting::reset_peak() } else { 0 };
-        comm.barrier()?;
-        trainer.step(&batches)?;
-        comm.barrier()?;
-        Ok::<_, candle_finetune::Error>((counting::peak() - held) as u64)
+        peak_of_all(comm.as_ref(), || trainer.step(&batches).map(drop))
     });
     run.unwrap()[0]
 }

@@ -15,8 +15,8 @@ pub(super) trait Transport: Send + Sync + Debug {
     /// This rank and the number of ranks.
     fn place(&self) -> (usize, usize);
 
-    /// As [`Communicator::exchange`]; ranks have been checked, and what is sent is contiguous and without a graph. Records, in the trace of the counters, a `transfer` of what is
-    /// sent and in [`Pending::wait`] a `wait`.
+    /// As [`Communicator::exchange`]; ranks have been checked, and what is sent is contiguous and without a graph. Records, in
+    /// the trace of the counters, a `transfer` of what is sent and in [`Pending::wait`] a `wait`.
     fn post(
         &self,
         channel: Channel,
